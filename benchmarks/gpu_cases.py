@@ -35,7 +35,7 @@ from murmuration.train.self_test.probes import synthetic_batch
 Found = dict[str, Any]
 OBJECTIVES: dict[str, Objective] = {"mae": "mae", "captioner": "caption", "classifier": "classify"}
 # The models of the shipped recipes, as tests/gpu/count.py counts them.
-MODELS = ("mae/base", "mae/large", "captioner/base", "captioner/large", "classifier/base")
+MODELS = ("mae/base", "mae/large", "captioner/base", "captioner/large", "classifier/base", "classifier/r50x1")
 TOY: dict[str, Any] = dict(
     image_size=32, patch_size=8, width=32, depth=1, heads=2, decoder_depth=1, mae_decoder_width=16, mae_decoder_depth=1,
     mae_decoder_heads=2, text_length=8, vocabulary=32, classes=5, head_scale=1.0,

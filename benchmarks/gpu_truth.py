@@ -11,12 +11,12 @@ from gpu_cases import Case, Found, Setting, batch_of, clip_of, model_of, shape_o
 from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
-from murmuration.train.clip import norms
+from murmuration.train.clip import kernels, norms
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
-from murmuration.train.clip.layers import _layer_norm
 from murmuration.train.clip.per_record import OuterProduct, TokenSum
 from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.standardised import ALONG, Standardisation
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.noise import chacha
@@ -26,6 +26,10 @@ from murmuration.train.noise.chacha import ChaChaNoise
 # Records, tokens, columns, rows: those of the recipes' layers, borders of tiles, and a vocabulary.
 PRODUCTS = ((8, 50, 768, 768), (8, 197, 512, 2048), (4, 257, 1024, 4096), (4, 40, 768, 32768), (5, 65, 33, 130))
 SMALL = ((3, 7, 9, 5), (2, 20, 16, 24))
+# Records, channels, positions: the first and the last stage of a ResNet-50; and of its convolutions, rows and elements
+# of one.
+GROUPS, GROUPED = 32, ((8, 64, 3136), (8, 256, 3136), (8, 2048, 49))
+ROWS = ((8, 64, 147), (8, 512, 4608), (8, 2048, 512))
 SIGMA, ELEMENTS = 1.5, 1_000_003
 
 
@@ -35,6 +39,10 @@ def cases(setting: Setting) -> Iterator[Case]:
             name = f"norms {'x'.join(map(str, size))} {str(dtype)[6:]}"
             yield Case(name, partial(norms_within_their_doubt, size, dtype, setting))
         yield Case(f"layer norm {'x'.join(map(str, size))}", partial(layer_norm_sums, size, setting))
+    for size in ((2, 64, 9),) if setting.smoke else GROUPED:
+        yield Case(f"group norm {'x'.join(map(str, size))}", partial(group_norm_sums, size, setting))
+    for size in ((2, 5, 520),) if setting.smoke else ROWS:
+        yield Case(f"standardised {'x'.join(map(str, size))}", partial(standardised_sums, size, setting))
     for model in setting.models:
         for precision in ("fp32", "bf16"):
             yield Case(f"brute force {model} {precision}", partial(as_brute_force, model, precision, setting))
@@ -86,7 +94,7 @@ def layer_norm_sums(size: tuple[int, int, int, int], setting: Setting) -> Found:
     draw = torch.Generator().manual_seed(2)
     x, gradient = (torch.randn(records, tokens, width, generator=draw).to(setting.device) for _ in range(2))
     mean, inverse = x.mean(2, keepdim=True), x.var(2, keepdim=True).add(1e-5).rsqrt()
-    kernel = _layer_norm() if setting.device.type in norms.KERNEL_DEVICES else None
+    kernel = kernels.layer_norm_backward(setting.device)
     if kernel is None:
         return {"skipped": "no kernel on this device"}
     weight = torch.randn(width, generator=draw).to(setting.device)
@@ -100,6 +108,47 @@ def layer_norm_sums(size: tuple[int, int, int, int], setting: Setting) -> Found:
         for found, true in zip(kernel(x, gradient, mean, inverse, weight, records), exact, strict=True)
     ]
     return {"holds": max(far) < 1e-4, "input_error": far[0], "scale_error": far[1], "shift_error": far[2]}
+
+
+def group_norm_sums(size: tuple[int, int, int], setting: Setting) -> Found:
+    (records, channels, _), draw = size, torch.Generator().manual_seed(2)
+    kernel = kernels.group_norm_backward(setting.device)
+    if kernel is None:
+        return {"skipped": "no kernel on this device"}
+    x, gradient = (torch.randn(size, generator=draw).to(setting.device) for _ in range(2))
+    weight, extent = torch.randn(channels, generator=draw).to(setting.device), (*size, GROUPS)
+    _, mean, inverse = torch.native_group_norm(x, None, None, *extent, 1e-5)
+    wide = [each.double() for each in (gradient, x, mean, inverse, weight)]
+    normal = (wide[1].view(records, GROUPS, -1) - wide[2].unsqueeze(2)) * wide[3].unsqueeze(2)
+    exact = (
+        torch.ops.aten.native_group_norm_backward(*wide, *extent, [True, False, False])[0],
+        (normal.view_as(x) * wide[0]).sum(2), wide[0].sum(2),
+    )  # fmt: skip
+    far = [
+        float((found.double() - true).abs().max() / true.abs().max())
+        for found, true in zip(kernel(x, gradient, mean, inverse, weight), exact, strict=True)
+    ]
+    return {"holds": max(far) < 1e-4, "input_error": far[0], "scale_error": far[1], "shift_error": far[2]}
+
+
+def standardised_sums(size: tuple[int, int, int], setting: Setting) -> Found:
+    """Sums over rows in fp32, within the rounding that is allowed for them; and the Jacobian in fp64."""
+    if kernels.standardised(setting.device) is None:
+        return {"skipped": "no kernel on this device"}
+    draw = torch.Generator().manual_seed(2)
+    by = Standardisation.of(torch.randn(1, *size[1:], generator=draw).to(setting.device), None, 1e-8)
+    there = Standardisation(by.direction.cpu().double(), by.scale.cpu().double(), by.inverse.cpu().double(), by.eps)
+    written = torch.randn(size, generator=draw)
+    terms = written.double().abs()
+    sizes = torch.stack([terms.square().sum(2), terms.sum(2), (terms * there.direction.abs()).sum(2)])
+    exact, whole = there.row_sums(written.double()), there.back(written.double())
+    sums = by.row_sums(written.to(setting.device))
+    far = float(((sums.cpu() - exact).abs() / sizes).max())
+    squares = [torch.stack(each).cpu() for each in (by.squares(sums), there.squares(sums.cpu()))]
+    off = float(((squares[0] - squares[1]).abs() / squares[1][1]).max())
+    back = float((by.back(written.to(setting.device), torch.float64).cpu() - whole).norm() / whole.norm())
+    holds = far < ALONG * torch.finfo(torch.float32).eps / 2 and off < 1e-10 and back < 1e-6
+    return {"holds": holds, "sums_error": far, "largest_error": off, "input_error": back}
 
 
 def as_brute_force(model: str, precision: str, setting: Setting) -> Found:

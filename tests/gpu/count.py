@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-import murmuration.train.clip.layers as layers  # noqa: E402
-import murmuration.train.clip.norms as norms  # noqa: E402
-import murmuration.train.clip.per_record as per_record  # noqa: E402
+import murmuration.train.clip.kernels as kernels  # noqa: E402
 import murmuration.train.clip.sums as sums  # noqa: E402
 from murmuration.data.draw.micro_batch import MicroBatch  # noqa: E402
 from murmuration.model.build import build  # noqa: E402
@@ -316,6 +315,47 @@ def row_sums_stand_in(count: Count) -> Any:
     return row_sums
 
 
+def group_norm_stand_in(count: Count) -> Any:
+    """What it reads again for the input's gradient, a group at a time, is mostly still in the cache."""
+
+    def backward(
+        x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, wanted: bool = True
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        scale, shift = (torch.empty(x.shape[:2], device=GPU) for _ in range(2))
+        below = torch.empty_like(x) if wanted else None
+        read = touched(x) + touched(gradient)
+        written = sum(map(touched, [scale, shift, *([] if below is None else [below])]))
+        count.add(read + written, "", 0, (2 if wanted else 1) * read + written)
+        return below, scale, shift
+
+    return backward
+
+
+def standardised_stand_in(count: Count) -> Any:
+    def sums(written: Tensor, direction: Tensor) -> Tensor:
+        found = torch.empty(3, *written.shape[:2], dtype=torch.float64, device=GPU)
+        count.add(sum(map(touched, (written, direction, found))), "", 0, 2 * touched(written))
+        return found
+
+    def squares(found: Tensor, scale: Tensor, inverse: Tensor, eps: float, elements: int) -> Tensor:
+        count.add(touched(found), "", 0)
+        return torch.empty(2, found.shape[1], dtype=torch.float64, device=GPU)
+
+    def back(gradients: Tensor, direction: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        found = torch.empty(gradients.shape, dtype=dtype, device=GPU)
+        read = touched(gradients) + touched(direction)
+        count.add(read + touched(found), "", 0, 3 * read + touched(found))
+        return found
+
+    return kernels.StandardisedKernels(sums, squares, back)
+
+
+STAND_INS = {
+    "gram": gram_stand_in, "layer_norm_backward": layer_norm_stand_in, "group_norm_backward": group_norm_stand_in,
+    "scale": scale_stand_in, "row_sums": row_sums_stand_in, "standardised": standardised_stand_in,
+}  # fmt: skip
+
+
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
     """CUDA as PyTorch would find it, and tensors that hold nothing."""
@@ -351,11 +391,9 @@ def counted(model: str, records: int, private: bool) -> Counts:
         }
         batch = MicroBatch(inputs, torch.empty(records, dtype=torch.bool, device=GPU))
         count = Count()
-        norms._kernel = lambda: gram_stand_in(count)
-        layers._layer_norm = lambda: layer_norm_stand_in(count)
         sums._add_parts = lambda: add_parts_stand_in(count)
-        per_record._scale = lambda: scale_stand_in(count)
-        per_record._row_sums = lambda: row_sums_stand_in(count)
+        for name, stand_in in STAND_INS.items():
+            setattr(kernels, name, partial(lambda kernel, device: kernel, stand_in(count)))
         if private:
             forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"), graph=False)
             forward.begin(GPU)

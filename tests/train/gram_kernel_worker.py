@@ -9,28 +9,33 @@ import importlib.util
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
 
-import murmuration.train.clip.layers as layers
+import murmuration.train.clip.kernels as kernels
 import murmuration.train.clip.norms as norms
 from murmuration.model.build import Objective, build
 from murmuration.train.clip.add_parts_triton import add_parts
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.gram_triton import gram
+from murmuration.train.clip.group_norm_triton import backward as group_norm
 from murmuration.train.clip.layer_norm_triton import backward
 from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.row_sums_triton import row_sums
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.scale_triton import scale
+from murmuration.train.clip.standardised import Standardisation
+from tests.support.parity_cases import CASES
 from tests.support.train_helpers import SHAPE, nano_inputs
 
 # Around the borders of blocks (16, 64 tokens) and of parts (64 columns); without a rest, and with a rest of each padded
@@ -75,9 +80,9 @@ def products(dtype: torch.dtype, part: int, shapes: Sequence[tuple[int, int, int
         doubted = bounds.share * length.square() + (2 * exact.sqrt() + added) * added
         doubted += bounds.lost_left * a.amax(1) + bounds.lost_right * g.amax(1)
         piece = OuterProduct("w", left, right, torch.Size((left_width, right_width)))
-        norms.KERNEL_DEVICES = ()
+        kernels.DEVICES = ()
         plain = norms.measure([piece, piece])
-        norms.KERNEL_DEVICES = ("cpu",)
+        kernels.DEVICES = ("cpu",)
         fused = norms.measure([piece, piece])
         turned = norms.measure([piece], over=right).sums  # None where no kernel measures
         assert plain.doubt is not None and fused.doubt is not None
@@ -256,22 +261,94 @@ def far_apart() -> list[float]:
     return total.tolist()
 
 
-def clipped(objective: Objective, all_kernels: bool) -> dict[str, Any]:
+def group_norms() -> list[dict[str, Any]]:
+    """Groups of one tile and of several, in both directions; the last row holds a number that is none."""
+    rows = []
+    for groups, channels, positions in ((2, 3, 5), (1, 70, 9), (3, 2, 1100), (1, 6, 2050)):
+        draw = torch.Generator().manual_seed(positions)
+        x, gradient = torch.randn(2, 3, groups * channels, positions, generator=draw).unbind()
+        x[2, -1, positions - 1] = torch.nan
+        weight = torch.randn(groups * channels, generator=draw)
+        extent = (3, groups * channels, positions, groups)
+        _, mean, inverse = torch.native_group_norm(x.double() + 2, None, None, *extent, 1e-5)
+        mean, inverse = (mean - 2).float(), inverse.float()
+        below, scale, shift = group_norm(x, gradient, mean, inverse, weight)
+        none, *without = group_norm(x, gradient, mean, inverse, weight, wanted=False)
+        wide = [each.double() for each in (gradient, x, mean, inverse, weight)]
+        expected = torch.ops.aten.native_group_norm_backward(*wide, *extent, [True, False, False])[0]
+        normal = (wide[1].view(3, groups, -1) - wide[2].unsqueeze(2)) * wide[3].unsqueeze(2)
+        terms = normal.view_as(x) * wide[0]
+        last = torch.arange(len(weight)) >= len(weight) - channels
+        assert below is not None
+        rows.append({
+            "scale": float(((scale - terms.sum(2)).abs() / terms.abs().sum(2))[:2].max()),
+            "shift": float(((shift - wide[0].sum(2)).abs() / wide[0].abs().sum(2)).max()),
+            "below": float((below - expected)[:2].norm() / expected[:2].norm()),
+            "without": none is None and torch.equal(without[0][:2], scale[:2]) and torch.equal(without[1], shift),
+            "nan": torch.equal(scale[2].isnan(), last) and not bool(scale[:2].isnan().any() or below[:2].isnan().any()),
+        })  # fmt: skip
+    return rows
+
+
+def standardised_rows() -> list[dict[str, float]]:
+    """Rows of one block and of several; whether one that vanishes in fp32 counts for what it may be."""
+    found = []
+    for rows, elements, eps in ((1, 9, 1e-8), (5, 512, 1e-3), (3, 1153, 1.0), (1030, 4, 1e-8)):
+        draw = torch.Generator().manual_seed(elements)
+        by = Standardisation.of(torch.randn(1, rows, elements, generator=draw), None, eps)
+        written = torch.randn(3, rows, elements, generator=draw) + 1
+        written[2] *= 1e-22
+        exact = Standardisation(by.direction.double(), by.scale.double(), by.inverse.double(), eps)
+        kernels.DEVICES = ()
+        plain = exact.row_sums(written.double())
+        expected = [torch.stack(exact.squares(sums)) for sums in (plain, plain * 1.5)]
+        back = exact.back(written.double())
+        kernels.DEVICES = ("cpu",)
+        sums, size = by.row_sums(written.clone()), written.double().abs()
+        terms = torch.stack([size.square().sum(2), size.sum(2), (size * exact.direction.abs()).sum(2)])
+        squares = [torch.stack(by.squares(of)) for of in (plain, plain * 1.5)]
+        found.append({
+            "sums": float(((sums - plain).abs() / terms)[:, :2].max()),
+            "squares": max(float(((a - b).abs() / b[1]).max()) for a, b in zip(squares, expected, strict=True)),
+            "back": max(
+                float((by.back(written, dtype) - back).norm() / back.norm()) * unit
+                for dtype, unit in ((None, 1e-6), (torch.float64, 1.0))
+            ),
+            "kept": float((sums[0, 2] / terms[0, 2]).max()),
+        })  # fmt: skip
+    return found
+
+
+KERNELS = {
+    name: getattr(kernels, name)
+    for name in ("layer_norm_backward", "group_norm_backward", "scale", "row_sums", "standardised")
+}
+
+
+def clipped(which: str, all_kernels: bool) -> dict[str, Any]:
     """The whole engine in fp16, with the Gram kernel, or with all kernels, and without."""
-    layers._layer_norm = (lambda: backward) if all_kernels else (lambda: None)
-    model = build(SHAPE, objective)
-    inputs, present = nano_inputs(objective, 6), torch.ones(6, dtype=torch.bool)
-    calls, sums = 0, 0
+    calls, sums, used = 0, 0, Counter[str]()
 
     def counted(left: Tensor, right: Tensor, part: int, bounds: Any, summed: bool) -> tuple[Tensor, ...]:
         nonlocal calls, sums
         calls, sums = calls + 1, sums + summed
         return gram(left, right, part, bounds, summed)
 
-    found = {}
-    norms._kernel = lambda: counted
+    def given(name: str, device: torch.device) -> Any:
+        own = KERNELS[name](device) if all_kernels else None
+        used[name] += own is not None
+        return own
+
+    if which == "resnet":
+        model, inputs = CASES["big_transfer"].model(), CASES["big_transfer"].batch(6)
+    else:
+        model, inputs = build(SHAPE, cast(Objective, which)), nano_inputs(cast(Objective, which), 6)
+    present, found = torch.ones(6, dtype=torch.bool), {}
+    kernels.gram = lambda device: counted if device.type in kernels.DEVICES else None
+    for name in KERNELS:
+        setattr(kernels, name, partial(given, name))
     for devices in ((), ("cpu",)):
-        norms.KERNEL_DEVICES = devices
+        kernels.DEVICES = devices
         clip = BookKeepingClip(ClipRule("flat", 0.5, 0.0), "fp16", hold=0.0)
         clip.prepare(model)
         totals, seen = clipped_totals(clip, model, inputs, present)
@@ -279,7 +356,7 @@ def clipped(objective: Objective, all_kernels: bool) -> dict[str, Any]:
     (plain, plain_norms), (fused, fused_norms) = found[False], found[True]
     return {
         "calls": calls, "sums": sums, "sum": float((fused - plain).norm() / plain.norm()),
-        "norms": far(fused_norms, plain_norms),
+        "norms": far(fused_norms, plain_norms), "used": used,
     }  # fmt: skip
 
 
@@ -287,8 +364,8 @@ if __name__ == "__main__":
     print("RESULTS " + json.dumps({
         "fp16": products(torch.float16, norms.PART), "fp32": products(torch.float32, norms.PART, SHAPES[::2]),
         "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(), "planted": planted(),
-        "layer norm": layer_norms(), "added": added(), "scaled": scaled(), "rows": rows_summed(),
-        "far apart": far_apart(),
+        "layer norm": layer_norms(), "group norm": group_norms(), "standardised": standardised_rows(),
+        "added": added(), "scaled": scaled(), "rows": rows_summed(), "far apart": far_apart(),
         "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
-        "all": {"mae": clipped("mae", True), "caption": clipped("caption", True)},
+        "all": {each: clipped(each, True) for each in ("mae", "caption", "resnet")},
     }))  # fmt: skip

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import murmuration.train.clip.accumulator as accumulator
-import murmuration.train.clip.layers as layers
 import murmuration.train.clip.norms as norms
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
@@ -25,6 +24,7 @@ from murmuration.train.clip.sums import Float32Sums, trainable_shapes
 from murmuration.train.config.load import load
 from murmuration.train.self_test.probes import synthetic_batch
 from tests.support.gram_in_torch import gram
+from tests.support.kernel_doubles import have_only
 from tests.support.shipped_recipes import FILES, PLANS, private_phase
 
 SHALLOW = {"depth": 1, "decoder_depth": 1, "mae_decoder_depth": 1}
@@ -53,9 +53,7 @@ assert WIDTHS.keys() >= LARGEST, "a recipe has another name"
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(norms, "_kernel", lambda: gram)
-    monkeypatch.setattr(layers, "_layer_norm", lambda: None)
+    have_only(monkeypatch, gram=gram)
 
 
 def largest_doubt(monkeypatch: pytest.MonkeyPatch, name: str, steps: int = 0, records: int = 2) -> float:

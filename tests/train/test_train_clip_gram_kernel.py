@@ -77,6 +77,21 @@ def test_a_layer_norm_s_scale_and_shift_are_summed_record_by_record(found: dict[
         assert row["below"] <= 2e-5, "as PyTorch's own, to fp32"
 
 
+def test_a_group_norm_s_scale_and_shift_are_summed_row_by_row(found: dict[str, Any]) -> None:
+    assert len(found["group norm"]) == 4
+    for row in found["group norm"]:
+        assert row["scale"] <= ROUNDING and row["shift"] <= ROUNDING and row["nan"] and row["without"], row
+        assert row["below"] <= 2e-5, "as PyTorch's own, to fp32"
+
+
+def test_standardised_rows_are_summed_and_led_back_as_in_fp64(found: dict[str, Any]) -> None:
+    assert len(found["standardised"]) == 4
+    for row in found["standardised"]:
+        assert row["sums"] <= ROUNDING, "of the sums of their terms' sizes"
+        assert row["squares"] <= 1e-12 and row["back"] <= 1e-12, "from the same sums, in fp64"
+        assert row["kept"] <= 1.2, "what is so small that it may vanish"
+
+
 def test_parts_are_added_in_fp64_where_they_may_be(found: dict[str, Any]) -> None:
     assert len(found["added"]["same"]) == 12 and all(found["added"]["same"])
     assert len(found["added"]["left"]) == 3 and all(found["added"]["left"])
@@ -105,6 +120,13 @@ def test_clipped_sums_with_the_kernel_are_those_without(found: dict[str, Any], m
     # Another kernel's gradients of inputs differ in their last bits, and are then rounded to fp16 by the layers below.
     every = found["all"][model]
     assert every["sum"] <= HALF and every["norms"] <= HALF
+    assert every["used"]["layer_norm_backward"] > 0
+
+
+def test_a_residual_network_with_its_kernels_is_clipped_as_without(found: dict[str, Any]) -> None:
+    every = found["all"]["resnet"]
+    assert every["sum"] <= HALF and every["norms"] <= HALF
+    assert every["used"]["group_norm_backward"] >= 4 and every["used"]["standardised"] >= 4
 
 
 def compiled_gram(kind: str, tokens: int, capability: int, summed: bool = True) -> tuple[Any, Cut]:
@@ -316,3 +338,59 @@ def test_the_backward_pass_of_a_layer_norm_compiles_without_spilling(wanted: boo
         ASTSource(_backward, signature, values), target=GPUTarget("cuda", 80, 32), options={"num_warps": WARPS}
     )
     assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED[80]
+
+
+def compiled_as(kernel: Any, constants: dict[str, Any], kinds: dict[str, str], warps: int = 4) -> Any:
+    """For the oldest of the cards. What `kinds` does not name is a number of 32 bits."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names: list[str] = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    return triton.compile(
+        ASTSource(kernel, signature, values), target=GPUTarget("cuda", 80, 32), options={"num_warps": warps}
+    )
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize(("channels", "positions"), [(2, 3136), (64, 49)])
+def test_the_backward_pass_of_a_group_norm_compiles_without_spilling(
+    channels: int, positions: int, wanted: bool
+) -> None:
+    """At the first and the last stage of a ResNet-50."""
+    from murmuration.train.clip.group_norm_triton import WARPS, _backward, tile
+
+    at_once, along = tile(channels, positions)
+    constants = {"WANTED": wanted, "CHANNELS": at_once, "POSITIONS": along}
+    pointers = ("x", "gradient", "mean", "inverse", "weight", "below", "scale", "shift")
+    compiled = compiled_as(_backward, constants, dict.fromkeys(pointers, "*fp32"), WARPS)
+    assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED[80]
+
+
+def test_sums_over_standardised_rows_compile_with_places_of_64_bits() -> None:
+    """A micro-batch's written gradients have more than 2^31 elements."""
+    from murmuration.train.clip.standardised_triton import ALONG, _back, _squares, _sums
+
+    pointers = {"written": "*fp32", "direction": "*fp32", "found": "*fp64"}
+    sums = compiled_as(_sums, {"ALONG": ALONG}, pointers)
+    squares = compiled_as(
+        _squares,
+        {"EPS": 1e-8, "TINY": 1.2e-38, "ROWS": 1024},
+        {"found": "*fp64", "scale": "*fp32", "inverse": "*fp32", "out": "*fp64"},
+    )
+    back = compiled_as(
+        _back, {"BLOCK": 1024}, {"gradient": "*fp32", "direction": "*fp32", "scale": "*fp32", "out": "*fp64"}
+    )
+    for compiled in (sums, squares, back):
+        code = compiled.asm["ptx"]
+        assert ".local" not in code and ("add.f64" in code or "add.rn.f64" in code)
+    strided = re.findall(r"arith\.muli .* : i32\b", sums.asm["ttir"])
+    assert not strided, "a record's place is its number times its size"
+
+
+def test_what_is_summed_in_fp32_is_what_the_bound_allows() -> None:
+    from murmuration.train.clip import standardised, standardised_triton
+
+    assert standardised_triton.ALONG <= standardised.ALONG

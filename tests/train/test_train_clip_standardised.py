@@ -20,7 +20,7 @@ from timm.layers.std_conv import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from murmuration.train.clip import layers, norms, standardised, tracker
+from murmuration.train.clip import norms, tracker
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.functions import Geometry
@@ -31,6 +31,7 @@ from murmuration.train.clip.standardised import ALONG, LARGEST, Standardisation,
 from murmuration.train.clip.sums import ExactSums, Float32Sums, trainable_shapes
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
+from tests.support.kernel_doubles import have_only
 from tests.support.parity_cases import CASES, Case, dense, label, pictures
 from tests.support.parity_engines import contribution, median_norm, rule_of, summed
 from tests.support.parity_models import BigTransfer, Inputs, OnX
@@ -146,8 +147,8 @@ def test_no_gradient_goes_through_autograd_record_by_record(name: str, monkeypat
     ],
 )
 def test_a_part_that_is_forgotten_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def back(self: Standardisation, gradient: Tensor) -> Tensor:
-        own = gradient.reshape(-1, *self.shape)
+    def back(self: Standardisation, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        own = gradient.reshape(-1, *self.shape).to(dtype or gradient.dtype)
         found = own if fault == "no mean" else own - own.mean(2, keepdim=True)
         if fault != "no direction":
             found = found - (own * self.direction).mean(2, keepdim=True) * self.direction
@@ -175,9 +176,7 @@ def test_the_jacobian_is_autograd_s(rows: int, elements: int, eps: float, gain: 
     (expected,) = torch.autograd.grad(made, weight, gradient[None])
     by = Standardisation.of(weight.detach(), factor, eps)
     assert torch.allclose(by.back(gradient[None]), expected, rtol=1e-9, atol=1e-9 * float(by.scale.abs().max()))
-    sums = standardised.RowSums(
-        gradient.square().sum(1)[None], gradient.sum(1)[None], (gradient * by.direction).sum(1)[None]
-    )
+    sums = torch.stack([gradient.square().sum(1), gradient.sum(1), (gradient * by.direction).sum(1)])[:, None]
     square, whole = by.squares(sums)
     before = (gradient * by.scale[:, None]).square().sum()
     assert float(whole) == pytest.approx(float(before), rel=1e-12)
@@ -276,12 +275,22 @@ def test_a_record_of_which_almost_all_is_taken_away_moves_the_sum_by_at_most_c(l
     assert (doubtful >= 63) == (0 < left <= 0.1) or left == 0.0
 
 
-def test_without_a_doubt_what_is_taken_away_would_leave_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_without_a_doubt_what_is_taken_away_would_leave_its_rounding(
+    monkeypatch: pytest.MonkeyPatch, kernel: int
+) -> None:
+    """Of the sum, even if norms were exact."""
+
+    def in_fp64(self: ViaStandardisation) -> Tensor:
+        written = self.inner.instances(slice(None), torch.float64)
+        return self.by.row_sums(written.view(-1, *self.by.shape))
+
+    monkeypatch.setattr(ViaStandardisation, "row_sums", in_fp64)
     monkeypatch.setattr(norms, "taken", lambda piece, whole, tolerance: torch.zeros_like(whole))
     monkeypatch.setattr(norms, "_added", lambda piece: 0.0)
     monkeypatch.setattr(norms, "_roundoff", lambda piece: 0.0)
     monkeypatch.setattr(norms, "_unit", lambda piece: 0.0)
-    assert moved(1e-6, kernel=1)[0] > 1.1
+    assert moved(1e-6, kernel)[0] > 1.1
 
 
 def test_constant_images_add_nothing_that_is_not_theirs() -> None:
@@ -337,9 +346,7 @@ def test_as_on_a_gpu_gradients_in_half_precision_are_those_products(monkeypatch:
     clip = clip_of(model, rule_of("flat", 0.1), NEVER, "bf16")
     here, _ = summed(clip, model, [(inputs, everyone)])
     assert not used
-    monkeypatch.setattr(norms, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(norms, "_kernel", lambda: None)
-    monkeypatch.setattr(layers, "_layer_norm", lambda: None)
+    have_only(monkeypatch)
     there, _ = summed(clip, model, [(inputs, everyone)])
     assert used["patches"] >= 3 and relative_error(there, {n: t.double() for n, t in here.items()}) <= 1e-5
 

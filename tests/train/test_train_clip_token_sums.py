@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from murmuration.train.clip import layers, norms, per_record
+from murmuration.train.clip import norms, per_record
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.scaling import Scaling
 from tests.support import brute_force, gram_in_torch
+from tests.support.kernel_doubles import have_none, have_only
 from tests.support.parity_cases import CASES
 from tests.support.parity_engines import contribution, summed
 from tests.support.parity_models import OnX
@@ -67,9 +68,10 @@ def clipped(
     clip: BookKeepingClip | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Totals and norms, as on a GPU if there is a kernel."""
-    monkeypatch.setattr(norms, "KERNEL_DEVICES", () if asked is None else ("cpu",))
-    monkeypatch.setattr(norms, "_kernel", lambda: asked)
-    monkeypatch.setattr(layers, "_layer_norm", lambda: None)
+    if asked is None:
+        have_none(monkeypatch)
+    else:
+        have_only(monkeypatch, gram=asked)
     clip = clip or BookKeepingClip(ClipRule("flat", 0.5, 0.0), "bf16", hold=0.0)
     clip.prepare(model)
     everyone = torch.ones(len(next(iter(inputs.values()))), dtype=torch.bool)
@@ -175,8 +177,7 @@ def test_the_way_without_a_kernel_keeps_the_bound_too(dtype: torch.dtype, tokens
 
 def test_the_doubt_is_the_same_on_whichever_side_the_sums_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of operands so small that what vanishes in fp32 is most of the doubt, and so unlike that sides matter."""
-    monkeypatch.setattr(norms, "KERNEL_DEVICES", ("cpu",))
-    monkeypatch.setattr(norms, "_kernel", lambda: gram_in_torch.gram)
+    have_only(monkeypatch, gram=gram_in_torch.gram)
     draw = torch.Generator().manual_seed(3)
     left = (1e-19 * torch.randn(4, TOKENS, 16, generator=draw)).bfloat16()
     right = torch.randn(4, TOKENS, WIDTH, generator=draw).bfloat16()

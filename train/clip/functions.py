@@ -136,6 +136,37 @@ class LayerNorm(Function):
         return None, below, None, None, None, None
 
 
+class GroupNorm(Function):
+    """x is [rows, channels, …]. Mean and inverse are those of each row's groups, [rows, groups]."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, anchor: Tensor, x: Tensor, groups: int, eps: float, layer: Affine, together: LayerNormBackward | None
+    ) -> Tensor:  # fmt: skip
+        del anchor
+        x, (rows, channels), positions = x.contiguous(), x.shape[:2], x.shape[2:].numel()
+        out, mean, inverse = torch.native_group_norm(
+            x, layer.weight, layer.bias, rows, channels, positions, groups, eps
+        )
+        ctx.layer, ctx.extent, ctx.together = layer, (rows, channels, positions, groups), together
+        ctx.save_for_backward(x, mean, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, mean, inverse = ctx.saved_tensors
+        layer, gradient = ctx.layer, gradient.contiguous()
+        below, sums = None, None
+        if ctx.together is not None:
+            below, sums = ctx.together(x, gradient, mean, inverse, layer.weight, ctx.needs_input_grad[1])
+        elif ctx.needs_input_grad[1]:
+            below = torch.ops.aten.native_group_norm_backward(
+                gradient, x, mean, inverse, layer.weight, *ctx.extent, [True, False, False]
+            )[0]
+        layer.tell(Standardised(x, mean, inverse, sums), gradient)
+        return None, below, None, None, None, None
+
+
 class Embedding(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, padding: int | None, layer: Affine) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

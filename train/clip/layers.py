@@ -9,21 +9,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from murmuration.train.clip import norms
+from murmuration.train.clip import kernels
 from murmuration.train.clip.functions import (
     Affine,
     Convolution,
     Embedding,
     GenericFunction,
     Geometry,
+    GroupNorm,
     LayerNorm,
     LayerNormBackward,
     Linear,
@@ -208,9 +207,8 @@ def _scale_and_shift(
 
 def _together(x: Tensor, records: int, width: int) -> LayerNormBackward | None:
     """One kernel for the whole backward pass, on devices that have it."""
-    if x.device.type not in norms.KERNEL_DEVICES or x.dtype.itemsize > 4 or width > WIDEST:
-        return None
-    if (kernel := _layer_norm()) is None:
+    kernel = kernels.layer_norm_backward(x.device) if x.dtype.itemsize <= 4 and width <= WIDEST else None
+    if kernel is None:
         return None
 
     def backward(
@@ -222,26 +220,60 @@ def _together(x: Tensor, records: int, width: int) -> LayerNormBackward | None:
     return backward
 
 
-@cache
-def _layer_norm() -> Callable[..., tuple[Tensor | None, Tensor, Tensor]] | None:
-    """Some builds of PyTorch come without Triton."""
-    if find_spec("triton") is None:
-        return None
-    from murmuration.train.clip.layer_norm_triton import backward
-
-    return backward
-
-
 def group_norm(
     tracker: ParameterTracker, input: Tensor, num_groups: int, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Runs it without its scale and shift, which are then free parameters of the channels."""
-    out = F.group_norm(input, num_groups, None, None, eps)
-    along = (1, -1, *[1] * (input.dim() - 2))
-    with tracker:
-        out = out if weight is None else out * weight.view(along)
-        return out if bias is None else out + bias.view(along)
+    if not tracker.varies(input):
+        return tracker.computed(F.group_norm, (input, num_groups, weight, bias, eps), {})
+    scale, shift = _source(tracker, weight), _source(tracker, bias)
+    channels = input.shape[1]
+    if weight is None:
+        weight = torch.ones(channels, dtype=input.dtype, device=input.device)
+    for source in (scale, shift):
+        if source is not None:
+            tracker.times(len(input), tracker.names(source))
+            tracker.use(source)
+
+    def report(normal: Standardised, gradient: Tensor) -> None:
+        pieces: list[PerRecordGradient] = []
+        scales, shifts = _of_channels(normal, gradient, num_groups, scale is not None)
+        if shift is not None:
+            pieces += shift.whole(over_tokens(shifts.view(tracker.records, -1, channels)))
+        if scale is not None:
+            pieces += scale.whole(over_tokens(scales.view(tracker.records, -1, channels)))
+        tracker.report(pieces)
+
+    x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
+    layer = Affine(_value(scale, weight), _value(shift, bias), report)
+    return GroupNorm.apply(tracker.anchor, x, num_groups, eps, layer, _group_norm_together(x))
+
+
+def _of_channels(normal: Standardised, gradient: Tensor, groups: int, scaled: bool) -> tuple[Tensor, Tensor]:
+    """[rows, channels]: each row's gradients of both; the scale's only where it is trained."""
+    if normal.sums is not None:
+        return normal.sums
+    shifts = gradient.flatten(2).sum(2)
+    if not scaled:
+        return shifts, shifts
+    within = (len(gradient), groups, -1)
+    standard = (normal.x.reshape(within) - normal.mean.unsqueeze(2)).mul_(normal.inverse.unsqueeze(2))
+    return standard.view_as(gradient).mul_(gradient).flatten(2).sum(2), shifts
+
+
+def _group_norm_together(x: Tensor) -> LayerNormBackward | None:
+    """One kernel for the whole backward pass, on devices that have it."""
+    kernel = kernels.group_norm_backward(x.device) if x.dtype.itemsize <= 4 else None
+    if kernel is None:
+        return None
+
+    def backward(
+        x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, wanted: bool
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+        below, scales, shifts = kernel(x, gradient, mean, inverse, weight, wanted)
+        return below, (scales, shifts)
+
+    return backward
 
 
 def rms_norm(
@@ -338,7 +370,7 @@ def _by_patches(
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Writes each record's gradient as a product with its patches, where that is best, of operands [B, m, channels, …].
     Matrix units of GPUs then take halves, for which libraries of convolutions would round what they return."""
-    halves = x.dtype == gradient.dtype and x.dtype.itemsize == 2 and x.device.type in norms.KERNEL_DEVICES
+    halves = x.dtype == gradient.dtype and x.dtype.itemsize == 2 and x.device.type in kernels.DEVICES
     if not halves or x.shape[1] != 1 or geometry.groups != 1 or len(geometry.stride) != 2:
         return None
     return lambda x, upstream: geometry.from_patches(x.squeeze(1), shape, upstream.squeeze(1))

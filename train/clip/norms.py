@@ -10,15 +10,15 @@ tokens repeat, so does the rounding of their products, and it adds up as the len
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.util import find_spec
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from murmuration.train.clip import kernels
+from murmuration.train.clip.kernels import Bounds, Gram
 from murmuration.train.clip.per_record import (
     CHUNK,
     Dense,
@@ -47,23 +47,6 @@ UNKNOWN_WIDTH = 4096
 # Dot products of tokens are added up over this many columns at a time, and then these parts: the bound on rounding
 # grows with the longest chain of additions.
 PART = 64
-# Devices on which the Gram form is one kernel.
-KERNEL_DEVICES = ("cuda",)
-
-
-class Bounds(NamedTuple):
-    """Coefficients of the bound on the error of a record's square."""
-
-    share: float
-    """For the rounding of products, in units of the square of its tokens' summed lengths |a||g|."""
-    added: float
-    """For the rounding of what is added to the sums, in units of those lengths."""
-    lost_left: float
-    """For what vanishes in fp32, in units of the largest |a|²; `lost_right`, of the largest |g|²."""
-    lost_right: float
-
-
-Gram = Callable[[Tensor, Tensor, int, Bounds, bool], tuple[Tensor, ...]]
 
 
 class Squares(NamedTuple):
@@ -264,17 +247,7 @@ def _roundoff(piece: PerRecordGradient) -> float:
 def _kernel_for(piece: OuterProduct) -> Gram | None:
     """In half precision only: in fp32 the products take longer than the kernel saves."""
     halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
-    return _kernel() if halves and piece.tokens > 1 and piece.right.device.type in KERNEL_DEVICES else None
-
-
-@cache
-def _kernel() -> Gram | None:
-    """Some builds of PyTorch come without Triton."""
-    if find_spec("triton") is None:
-        return None
-    from murmuration.train.clip.gram_triton import gram
-
-    return gram
+    return kernels.gram(piece.right.device) if halves and piece.tokens > 1 else None
 
 
 def _one_token(piece: OuterProduct, left: Tensor, right: Tensor, lengths: bool, biased: bool = False) -> Squares:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from murmuration.train.clip import kernels
 from murmuration.train.clip.sums import GradientSums, product, products
 
 
@@ -34,8 +33,6 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1)
 
 
-# Devices on which halves are scaled, and an embedding's rows are summed, by a kernel.
-KERNEL_DEVICES = ("cuda",)
 # Elements of per-record gradients that are written out at a time, where they are not kept.
 CHUNK = 1 << 23
 # Squares are added one after the other in fp32 only along stretches of this length: over millions, errors would grow.
@@ -86,7 +83,7 @@ class ClipWeights:
         if not (self.rounded and value.dtype == torch.bfloat16):
             return self.apply(value)
         # In one pass: multiplied in fp32, written in bf16.
-        kernel = _scale() if value.device.type in KERNEL_DEVICES else None
+        kernel = kernels.scale(value.device)
         if kernel is not None:
             return kernel(value, self.factors, self.keep)
         kept = self.mask(value)
@@ -102,26 +99,6 @@ class ClipWeights:
         if self.keep is None:
             return value
         return torch.where(self.keep.view(len(value), *[1] * (value.dim() - 1)), value, torch.zeros_like(value))
-
-
-@cache
-def _scale() -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    """Some builds of PyTorch come without Triton."""
-    if find_spec("triton") is None:
-        return None
-    from murmuration.train.clip.scale_triton import scale
-
-    return scale
-
-
-@cache
-def _row_sums() -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Some builds of PyTorch come without Triton."""
-    if find_spec("triton") is None:
-        return None
-    from murmuration.train.clip.row_sums_triton import row_sums
-
-    return row_sums
 
 
 class PerRecordGradient(Protocol):
@@ -287,7 +264,7 @@ class OuterProduct:
 
     def _over_rows(self, scaled: Tensor) -> Tensor:
         """[tokens, columns] -> [rows, columns], for a table of row numbers."""
-        kernel = _row_sums() if scaled.dtype == torch.float32 and scaled.device.type in KERNEL_DEVICES else None
+        kernel = kernels.row_sums(scaled.device) if scaled.dtype == torch.float32 else None
         if kernel is not None:
             return kernel(self.left.flatten(), scaled, self.rows)
         total = torch.zeros(self.rows, self.columns, dtype=wide(scaled.dtype), device=scaled.device)

@@ -7,8 +7,8 @@ of n elements
 
 It scales a row, and takes away what lies along ones and along ŵ, which are at right angles to each other. So the norm
 of a record's gradient with respect to w follows from three sums over each row of its gradient with respect to w'
-(`RowSums`). Since Jᵀ is linear, the clipped sum is Jᵀ of the clipped sum for w', which is one product like that of any
-other layer.
+(`Standardisation.row_sums`). Since Jᵀ is linear, the clipped sum is Jᵀ of the clipped sum for w', which is one product
+like that of any other layer.
 
 Rounding. Let h be g with its rows scaled, |h| ≥ |Jᵀg| the size before anything is taken away, and κ = |h|/|Jᵀg|, both
 over all parameters that are clipped together.
@@ -31,11 +31,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from murmuration.train.clip import kernels
 from murmuration.train.clip.per_record import (
     CHUNK,
     ClipWeights,
@@ -43,7 +43,6 @@ from murmuration.train.clip.per_record import (
     Recomputed,
     Through,
     ViaReparametrisation,
-    squared_length,
     wide,
 )
 from murmuration.train.clip.sums import GradientSums
@@ -57,49 +56,60 @@ ON_GPU = 1 << 26
 FEWER, LARGEST = 4, 8.0
 
 
-class RowSums(NamedTuple):
-    """Of every record's gradient g of the standardised weight, fp64 [B, rows]: Σg², Σg, and Σg·ŵ."""
-
-    squares: Tensor
-    ones: Tensor
-    direction: Tensor
-
-
 @dataclass(frozen=True)
 class Standardisation:
-    """The Jacobian. `direction` is ŵ, [rows, elements of one]; `scale` is γ/√(var + ε), [rows]."""
+    """The Jacobian. `direction` is ŵ, [rows, elements of one]; `inverse` is 1/√(var + ε), and `scale` γ times that,
+    [rows]. So |ŵ|² is n·(1 - ε·inverse²) over the n elements of a row."""
 
     direction: Tensor
     scale: Tensor
-
-    size: Tensor
-    """|ŵ|² over the elements of a row, fp64 [rows]: var / (var + ε)."""
+    inverse: Tensor
+    eps: float
 
     @staticmethod
     def of(weight: Tensor, gain: Tensor | None, eps: float) -> Standardisation:
         """`weight` is [1, rows, elements of one], as `batch_norm` takes it."""
         direction, _, inverse = torch.native_batch_norm(weight, None, None, None, None, True, 0.0, eps)
-        scale, size = inverse if gain is None else inverse * gain, squared_length(direction[0]) / weight.shape[2]
-        return Standardisation(direction[0], scale, size)
+        return Standardisation(direction[0], inverse if gain is None else inverse * gain, inverse, eps)
 
     @property
     def shape(self) -> torch.Size:
         return self.direction.shape
 
-    def back(self, gradient: Tensor) -> Tensor:
-        """[B, …, elements of the weight, in order] -> Jᵀ of each, in the same precision: [B, rows, elements of one]."""
-        own = gradient.reshape(-1, *self.shape)
+    def back(self, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[B, …, elements of the weight, in order] -> Jᵀ of each, in `dtype` or else the same precision: [B, rows,
+        elements of one]."""
+        own, dtype = gradient.reshape(-1, *self.shape), dtype or gradient.dtype
+        kernel = kernels.standardised(own.device)
+        if kernel is not None:
+            return kernel.back(own, self.direction, self.scale, dtype)
+        own = own.to(dtype)
         direction = self.direction.to(own.dtype)
         found = own - own.mean(2, keepdim=True)
         along = (found * direction).mean(2, keepdim=True)
         return found.addcmul_(direction, along, value=-1).mul_(self.scale.to(own.dtype).unsqueeze(1))
 
-    def squares(self, sums: RowSums) -> tuple[Tensor, Tensor]:
-        """[B] in fp64: the squared lengths of Jᵀg, and of g with its rows scaled."""
-        scale, elements = self.scale.double().square(), self.shape[1]
+    def row_sums(self, gradients: Tensor) -> Tensor:
+        """[B, rows, elements of one], which may be changed -> Σg², Σg, and Σg·ŵ of each row, fp64 [3, B, rows]."""
+        kernel = kernels.standardised(gradients.device) if gradients.dtype == torch.float32 else None
+        if kernel is not None:
+            return kernel.sums(gradients, self.direction)
+        lengths = along(gradients, lambda x: torch.linalg.vector_norm(x, dim=-1)).double()
+        ones = along(gradients, lambda x: x.sum(-1)).double()
+        inner = along(gradients.mul_(self.direction), lambda x: x.sum(-1)).double()
+        return torch.stack([lengths.square().sum(-1), ones.sum(-1), inner.sum(-1)])
+
+    def squares(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """`row_sums` -> [B] in fp64: the squared lengths of Jᵀg, and of g with its rows scaled."""
+        kernel, elements = kernels.standardised(sums.device), self.shape[1]
+        if kernel is not None:
+            left, whole = kernel.squares(sums, self.scale, self.inverse, self.eps, elements)
+            return left, whole
+        squares, ones, inner = sums
+        scale = self.scale.double().square()
         # A square below the smallest number of fp32 may have vanished, and its row's scale may lift it.
-        whole = sums.squares + torch.finfo(torch.float32).tiny * elements
-        left = whole - (sums.ones.square() + (2 - self.size) * sums.direction.square()) / elements
+        whole = squares + torch.finfo(torch.float32).tiny * elements
+        left = whole - (ones.square() + (1 + self.eps * self.inverse.double().square()) * inner.square()) / elements
         return (left * scale).sum(1), (whole * scale).sum(1)
 
 
@@ -128,8 +138,8 @@ class ViaStandardisation(Through):
     made: Tensor
     leaf: Tensor
     by: Standardisation
-    known: RowSums | None = None
-    """Where they were needed for another parameter."""
+    known: Tensor | None = None
+    """`row_sums`, where they were needed for another parameter."""
 
     @property
     def elements(self) -> int:
@@ -140,7 +150,7 @@ class ViaStandardisation(Through):
         return self.by.back(written).view(len(written), *self.leaf.shape)
 
     def part(self, rows: slice) -> ViaStandardisation:
-        known = self.known if self.known is None else RowSums(*(each[rows] for each in self.known))
+        known = self.known if self.known is None else self.known[:, rows]
         return replace(self, inner=self.inner.part(rows), known=known)
 
     def scaled(self) -> OuterProduct | Recomputed:
@@ -156,22 +166,20 @@ class ViaStandardisation(Through):
     def spread(self) -> Tensor:
         return self.scaled().spread()
 
-    def row_sums(self) -> RowSums:
-        """Writes the gradients out, some records at a time."""
+    def row_sums(self) -> Tensor:
+        """`Standardisation.row_sums`. Writes the gradients out, some records at a time."""
         if self.known is not None:
             return self.known
         at_once = max(1, (ON_GPU if self.by.scale.is_cuda else CHUNK) // self.elements)
-        found: list[tuple[Tensor, ...]] = []
-        for start in range(0, self.records, at_once):
-            own = self.inner.instances(slice(start, start + at_once), wide(self.dtype)).view(-1, *self.by.shape)
-            lengths, ones = along(own, lambda x: torch.linalg.vector_norm(x, dim=-1)), along(own, lambda x: x.sum(-1))
-            found.append((lengths, ones, along(own.mul_(self.by.direction), lambda x: x.sum(-1))))
-        lengths, ones, direction = (torch.cat(each).double() for each in zip(*found, strict=True))
-        return RowSums(lengths.square().sum(-1), ones.sum(-1), direction.sum(-1))
+        found = [
+            self.by.row_sums(self.inner.instances(rows, wide(self.dtype)).view(-1, *self.by.shape))
+            for rows in (slice(start, start + at_once) for start in range(0, self.records, at_once))
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
-        total = self.inner.weighted(weights).double()
-        sums.add(self.name, self.by.back(total).view(self.leaf.shape))
+        total = self.inner.weighted(weights)
+        sums.add(self.name, self.by.back(total, torch.float64).view(self.leaf.shape))
 
     def written(self) -> ViaReparametrisation:
         """The same gradients by autograd's chain rule, record by record."""

@@ -132,7 +132,7 @@ class TrackedTensor:
             return [piece]
         # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.
         sums = piece.row_sums()
-        own = sums.direction.to(wide(inner.dtype)).view(-1, *gain.shape)
+        own = sums[2].to(wide(inner.dtype)).view(-1, *gain.shape)
         return [replace(piece, known=sums), *gain.whole(own)]
 
 
