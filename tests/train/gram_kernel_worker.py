@@ -30,6 +30,7 @@ from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.gram_triton import gram
 from murmuration.train.clip.group_norm_triton import backward as group_norm
 from murmuration.train.clip.layer_norm_triton import backward
+from murmuration.train.clip.norms import KERNEL_PART as PART
 from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.row_sums_triton import row_sums
 from murmuration.train.clip.rule import ClipRule
@@ -138,7 +139,7 @@ def planted() -> list[float]:
         for tokens in (50, 135):
             draw = torch.Generator().manual_seed(tokens)
             left = (torch.randn(2, tokens, 20, generator=draw) + 3).half()
-            worst = max(worst, far_from_sum(faulty.gram(left, left[:, :, :9], norms.PART, (0.0,) * 4, True)[3], left))
+            worst = max(worst, far_from_sum(faulty.gram(left, left[:, :, :9], PART, (0.0,) * 4, True)[3], left))
         found.append(worst)
     return found
 
@@ -150,7 +151,7 @@ def not_a_number() -> list[bool]:
     for tokens, side in ((7, 0), (70, 0), (70, 1)):
         sides = [torch.ones(2, tokens, 8, dtype=torch.float16) for _ in range(2)]
         sides[side][0, tokens - 1, 3] = torch.nan
-        square, doubt, _, sums = gram(*sides, norms.PART, (1e-7, 1e-7, 0.0, 0.0), True)
+        square, doubt, _, sums = gram(*sides, PART, (1e-7, 1e-7, 0.0, 0.0), True)
         missing = sums.isnan().nonzero().tolist()
         found.append(square.isnan().tolist() == doubt.isnan().tolist() == [True, False])
         found.append(missing == ([[0, 3]] if side == 0 else []))
@@ -362,7 +363,7 @@ def clipped(which: str, all_kernels: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print("RESULTS " + json.dumps({
-        "fp16": products(torch.float16, norms.PART), "fp32": products(torch.float32, norms.PART, SHAPES[::2]),
+        "fp16": products(torch.float16, PART), "fp32": products(torch.float32, PART, SHAPES[::2]),
         "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(), "planted": planted(),
         "layer norm": layer_norms(), "group norm": group_norms(), "standardised": standardised_rows(),
         "added": added(), "scaled": scaled(), "rows": rows_summed(), "far apart": far_apart(),

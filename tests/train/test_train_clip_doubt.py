@@ -106,5 +106,5 @@ def test_nor_after_a_few_steps(monkeypatch: pytest.MonkeyPatch, name: str) -> No
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_without_parts_every_caption_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "PART", 1 << 12)
+    monkeypatch.setattr(norms, "KERNEL_PART", 1 << 12)
     assert largest_doubt(monkeypatch, "dpcap_nano") > 1

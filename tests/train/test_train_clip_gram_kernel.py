@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import murmuration.train.clip
-from murmuration.train.clip.norms import PART
+from murmuration.train.clip.norms import KERNEL_PART as PART
 from tests.support.interpreted import results_of
 
 if TYPE_CHECKING:

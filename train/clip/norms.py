@@ -33,9 +33,9 @@ from murmuration.train.clip.standardised import ViaStandardisation, taken
 
 # Relative error of a squared norm above which it is computed again (`rule.FACTOR_ROUNDING` allows for it).
 TOLERANCE = 1e-2
-# From this many tokens on, the Gram matrices are computed in strips, which skips most of their upper half.
-STRIPS_FROM, STRIPS = 96, 4
-STRIP_SHARE = 0.5 + 0.5 / STRIPS
+# From this many tokens on, the Gram matrices are computed in strips, which skips most of their upper half; and how many
+# tokens a strip has, which libraries of products take in whole blocks.
+STRIPS_FROM, STRIP = 96, 64
 # For gradients that are written out by convolutions and other functions, errors count as independent: a sum of n terms
 # is within 4·√n·u of its size.
 DEVIATIONS = 4.0
@@ -45,8 +45,8 @@ MOST_UNIT = 128.0
 # The assumed number of terms where a piece does not state it.
 UNKNOWN_WIDTH = 4096
 # Dot products of tokens are added up over this many columns at a time, and then these parts: the bound on rounding
-# grows with the longest chain of additions.
-PART = 64
+# grows with the longest chain of additions. The kernel's additions err by twice as much.
+PART, KERNEL_PART = 128, 64
 
 
 class Squares(NamedTuple):
@@ -101,7 +101,8 @@ def gram_is_cheaper(piece: OuterProduct) -> bool:
 
 def gram_cost(tokens: int, rows: int, columns: int) -> float:
     """Products per token, to compare with rows · columns for writing the gradient out."""
-    return (STRIP_SHARE if tokens >= STRIPS_FROM else 1.0) * tokens * (rows + columns)
+    share = (tokens + STRIP) / 2 if tokens >= STRIPS_FROM else tokens
+    return share * (rows + columns)
 
 
 def squared(value: Tensor) -> Tensor:
@@ -199,14 +200,14 @@ def _by_kernel(kernel: Gram, piece: OuterProduct, over: Tensor | None) -> Square
     of_left, of_right = _vanishing(piece)
     if over is piece.right:
         bounds = Bounds(share, _added(piece), of_right, of_left)
-        return Squares(*kernel(piece.right, piece.left, PART, bounds, True))
+        return Squares(*kernel(piece.right, piece.left, KERNEL_PART, bounds, True))
     bounds = Bounds(share, _added(piece), of_left, of_right)
-    return Squares(*kernel(piece.left, piece.right, PART, bounds, over is piece.left))
+    return Squares(*kernel(piece.left, piece.right, KERNEL_PART, bounds, over is piece.left))
 
 
-def chain(width: int, unit: float) -> float:
+def chain(width: int, unit: float, part: int = PART) -> float:
     """Error bound of the product of two rows of `width` numbers, in units of the product of their lengths, if additions
-    within a part err by `unit` of the largest sum and the additions of parts are rounded.
+    within a part of so many err by `unit` of the largest sum and the additions of parts are rounded.
 
     In whichever order the numbers of a part are added, each addition errs by at most `unit` of a sum that is no larger
     than the product of the lengths of the two rows' parts. Over the parts, these products add up to at most that of the
@@ -215,13 +216,13 @@ def chain(width: int, unit: float) -> float:
     rounding = torch.finfo(torch.float32).eps / 2
     if unit < rounding:  # in fp64 there are no parts
         return width * unit
-    return min(width, PART) * unit + (-(-width // PART) - 1) * rounding
+    return min(width, part) * unit + (-(-width // part) - 1) * rounding
 
 
 def cut_off(width: int) -> float:
     """`chain` for the kernel. Tensor cores align the products of a step to the largest one and truncate the bits below:
     up to eps of it for each number."""
-    return chain(width, torch.finfo(torch.float32).eps)
+    return chain(width, torch.finfo(torch.float32).eps, KERNEL_PART)
 
 
 def product_error(left: float, right: float) -> float:
@@ -270,7 +271,7 @@ def _in_strips(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tokens = right.shape[1]
     inner = torch.zeros(len(right), dtype=torch.float64, device=right.device)
     left_sizes, right_sizes = [], []
-    cuts = [round(tokens * i / STRIPS) for i in range(STRIPS + 1)]
+    cuts = [*range(0, tokens - STRIP // 2, STRIP), tokens]
     for start, stop in pairwise(cuts):
         lefts = _products(left[:, start:stop], left[:, :stop], right.dtype)
         rights = _in_parts(right[:, start:stop], right[:, :stop])
@@ -295,9 +296,10 @@ def _in_parts(one: Tensor, other: Tensor) -> Tensor:
     other = other.transpose(1, 2)
     if one.dtype == torch.float64:
         return one @ other
-    total = one[:, :, :PART] @ other[:, :PART]
-    for start in range(PART, one.shape[2], PART):
-        total.baddbmm_(one[:, :, start : start + PART], other[:, start : start + PART])
+    (left, *lefts), (right, *rights) = one.split(PART, 2), other.split(PART, 1)
+    total = left @ right
+    for left, right in zip(lefts, rights, strict=True):
+        total.baddbmm_(left, right)
     return total
 
 
