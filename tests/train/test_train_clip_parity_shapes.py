@@ -69,7 +69,7 @@ def norm_layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...], int]:
     kind = draw(st.sampled_from(["layer", "rms", "group", "layer2"]))
     if kind == "group":
         groups = draw(st.integers(1, 3))
-        return nn.GroupNorm(groups, 2 * groups), (2 * groups, *lead, width), 0
+        return nn.GroupNorm(groups, 2 * groups), (2 * groups, *lead, *([width] if draw(st.booleans()) else [])), 0
     if kind == "rms":
         return nn.RMSNorm(width), (*lead, width), 0
     shape = (width,) if kind == "layer" else (3, width)

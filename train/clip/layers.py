@@ -253,12 +253,12 @@ def _of_channels(normal: Standardised, gradient: Tensor, groups: int, scaled: bo
     """[rows, channels]: each row's gradients of both; the scale's only where it is trained."""
     if normal.sums is not None:
         return normal.sums
-    shifts = gradient.flatten(2).sum(2)
+    (rows, channels), within = gradient.shape[:2], (len(gradient), groups, -1)
+    shifts = gradient.reshape(rows, channels, -1).sum(2)
     if not scaled:
         return shifts, shifts
-    within = (len(gradient), groups, -1)
     standard = (normal.x.reshape(within) - normal.mean.unsqueeze(2)).mul_(normal.inverse.unsqueeze(2))
-    return standard.view_as(gradient).mul_(gradient).flatten(2).sum(2), shifts
+    return standard.mul_(gradient.reshape(within)).view(rows, channels, -1).sum(2), shifts
 
 
 def _group_norm_together(x: Tensor) -> LayerNormBackward | None:
