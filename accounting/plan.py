@@ -292,12 +292,6 @@ class PrivacyPlan:
         return self.noise_multiplier * (1 if self.banded is None else self.banded.typical_spread)
 
     @property
-    def accumulated_noise(self) -> float:
-        """Root mean square, over all steps, of the deviation of the noise added up so far, in units of C."""
-        gathered = math.sqrt((self.steps + 1) / 2) if self.banded is None else self.banded.accumulated(self.steps)
-        return self.noise_multiplier * gathered
-
-    @property
     def noise_std(self) -> float:
         """Standard deviation of each draw of noise, which with independent noise is that on each element of the clipped
         sum; for the first C, if C adapts."""

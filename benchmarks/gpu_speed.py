@@ -24,7 +24,7 @@ from murmuration.data.draw.micro_batch import IMAGES, MicroBatch, Normalisation,
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.local import LocalEngine
-from murmuration.train.noise.aes import Noise, NoiseMechanism
+from murmuration.train.noise.aes import AESNoise, Noise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.update import NoisyUpdate
 
@@ -141,7 +141,7 @@ def by_kernel(model: str, records: int, setting: Setting) -> Found:
 
 def once_per_step(setting: Setting) -> Iterator[Case]:
     for model in setting.models:
-        for noise in (ChaChaNoise(KEY, 1.0, 1e4), NoiseMechanism(KEY, 1.0, 1e4)):
+        for noise in (ChaChaNoise(KEY, 1.0, 1e4), AESNoise(KEY, 1.0, 1e4)):
             yield Case(f"{model} {noise.generator}", partial(updated, model, noise, setting))
 
 

@@ -20,7 +20,7 @@ from murmuration.train.clip.standardised import ALONG, Standardisation
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.noise import chacha
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 
 # Records, tokens, columns, rows: those of the recipes' layers, borders of tiles, and a vocabulary.
@@ -252,7 +252,7 @@ def noise_is_what_is_planned(setting: Setting) -> Found:
     fragments = [Fragment("w", 3, 5, 20_003 if setting.smoke else ELEMENTS, 0)]
     found: Found = {}
     key = bytes(range(32))
-    for mechanism in (ChaChaNoise(key, SIGMA, 1.0), NoiseMechanism(key, SIGMA, 1.0)):
+    for mechanism in (ChaChaNoise(key, SIGMA, 1.0), AESNoise(key, SIGMA, 1.0)):
         drawn = torch.cat([noise.double() for _, noise in mechanism.chunks(9, fragments, setting.device)])
         found[f"sigma {mechanism.generator}"] = float(drawn.square().mean().sqrt()) / SIGMA
         if mechanism.generator == ChaChaNoise.generator:

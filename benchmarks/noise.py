@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from murmuration.accounting.plan import GRID_GROWTH
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.prefetch import NoiseAhead
@@ -50,7 +50,7 @@ def draw_with_libm(elements: int) -> np.ndarray:
 
 
 def options(elements: int) -> dict[str, Callable[[], object]]:
-    aes, chacha = NoiseMechanism(KEY, 1.0, 1.0), ChaChaNoise(KEY, 1.0, 1.0)
+    aes, chacha = AESNoise(KEY, 1.0, 1.0), ChaChaNoise(KEY, 1.0, 1.0)
     exact = {d: ExactNoise(KEY, 1.0, 1.0, GRID_GROWTH / math.sqrt(d)) for d in (10**6, 10**8)}
     normal = torch.empty(elements)
     zeros, words = bytes(1 << 18), bytearray((1 << 18) + 16)
@@ -88,7 +88,7 @@ def relative(found: dict[str, float]) -> dict[str, float]:
 def beside_training(elements: int, rounds: int) -> dict[str, float]:
     """Times a stand-in for a logical step: matrix products for about twice as long as the noise takes."""
     fragments = [Fragment("w", 0, 0, elements, 0)]
-    noise, ahead = NoiseMechanism(KEY, 1.0, 1.0), NoiseAhead(NoiseMechanism(KEY, 1.0, 1.0), fragments)
+    noise, ahead = AESNoise(KEY, 1.0, 1.0), NoiseAhead(AESNoise(KEY, 1.0, 1.0), fragments)
     left, right = torch.randn(384, 384), torch.randn(384, 384)
     began = time.monotonic()
     noise.draw(1, 0, 0, elements, np.float64)
@@ -98,7 +98,7 @@ def beside_training(elements: int, rounds: int) -> dict[str, float]:
         left @ right
         products += 1
 
-    def logical_step(step: int, source: NoiseMechanism | NoiseAhead | None) -> float:
+    def logical_step(step: int, source: AESNoise | NoiseAhead | None) -> float:
         begun = time.monotonic()
         if isinstance(source, NoiseAhead):
             source.prepare(step)

@@ -37,7 +37,7 @@ from murmuration.train.config.root import ZeroOptimization  # noqa: E402
 from murmuration.train.distributed.ranks import Ranks  # noqa: E402
 from murmuration.train.distributed.shards import Fragment  # noqa: E402
 from murmuration.train.engines.choose import EngineSettings, start_ranks  # noqa: E402
-from murmuration.train.noise.aes import NoiseMechanism  # noqa: E402
+from murmuration.train.noise.aes import AESNoise  # noqa: E402
 from murmuration.train.noise.update import NoisyUpdate  # noqa: E402
 from murmuration.train.private import Computation, clipping_engine  # noqa: E402
 
@@ -109,7 +109,7 @@ def measured(ranks: Ranks, stage: int, model_name: str, samples: list[int], read
     # These run after the engine's own hook, which adds the noise.
     built.optimizer.register_step_pre_hook(lambda *_: stepping.start())
     built.optimizer.register_step_post_hook(lambda *_: stepping.stop())
-    noise = NoiseMechanism(b"n" * 32, 1.0, 1.0)
+    noise = AESNoise(b"n" * 32, 1.0, 1.0)
     warm = reader.read(next(rows(reader, ranks, MICRO_BATCH * ranks.world)), 0)
     engine.accumulate(warm)
     engine.update(NoisyUpdate(noise, 1), 0.0)

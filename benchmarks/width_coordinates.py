@@ -38,10 +38,10 @@ from murmuration.model.settings import ModelSettings  # noqa: E402
 from murmuration.train.clip.rule import ClipRule  # noqa: E402
 from murmuration.train.config.optimizer import Optimizer  # noqa: E402
 from murmuration.train.distributed.shards import Fragment  # noqa: E402
-from murmuration.train.engines.base import ShardedEngine  # noqa: E402
+from murmuration.train.engines.base import Engine  # noqa: E402
 from murmuration.train.engines.choose import EngineSettings  # noqa: E402
 from murmuration.train.engines.local import start_ranks  # noqa: E402
-from murmuration.train.noise.aes import NoiseMechanism  # noqa: E402
+from murmuration.train.noise.aes import AESNoise  # noqa: E402
 from murmuration.train.noise.update import NoisyUpdate, Update  # noqa: E402
 from murmuration.train.private import Computation, clipping_engine  # noqa: E402
 
@@ -117,7 +117,7 @@ class Follower:
     moved: dict[str, Weights] = field(default_factory=lambda: {part: {} for part in PARTS})
     _first: dict[str, Weights] = field(default_factory=lambda: {part: {} for part in PARTS})
 
-    def step(self, engine: ShardedEngine, parts: dict[str, Weights], before: Weights, after: Weights) -> None:
+    def step(self, engine: Engine, parts: dict[str, Weights], before: Weights, after: Weights) -> None:
         state = {shard.fragments[0].name: shard.state for shard in engine.shards()}
         number = engine.optimizer_step()
         for name, start in before.items():
@@ -147,7 +147,7 @@ def trained(width: int, optimizer: Optimizer, check: Check, seed: int) -> tuple[
         records=10 * check.batch, threshold=threshold_for(10 * check.batch, check.batch), clip_norm=1.0,
         noise_multiplier=check.sigma, steps=check.still + check.steps, delta=1e-3, epsilon_budget=8.0,
     )  # fmt: skip
-    rule, noise = ClipRule.of(plan, "flat", 0.01, check.batch), NoiseMechanism.of(bytes([seed]) * 32, plan)
+    rule, noise = ClipRule.of(plan, "flat", 0.01, check.batch), AESNoise.of(bytes([seed]) * 32, plan)
     engine = clipping_engine(
         model, rule, optimizer, plan.noise_std / plan.divisor, EngineSettings(micro_batch=check.batch), start_ranks(),
         Computation(),

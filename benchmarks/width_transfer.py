@@ -49,7 +49,7 @@ from murmuration.train.config.optimizer import (  # noqa: E402
 )
 from murmuration.train.engines.choose import EngineSettings  # noqa: E402
 from murmuration.train.engines.local import start_ranks  # noqa: E402
-from murmuration.train.noise.aes import NoiseMechanism  # noqa: E402
+from murmuration.train.noise.aes import AESNoise  # noqa: E402
 from murmuration.train.noise.update import NoisyUpdate  # noqa: E402
 from murmuration.train.optim.schedule import learning_rate  # noqa: E402
 from murmuration.train.private import Computation, clipping_engine  # noqa: E402
@@ -120,7 +120,7 @@ def trained(run: Run, size: Size, plan: PrivacyPlan) -> dict[str, Any]:
     optimizer, settings = optimizer_of("AdamW", run.arm, NARROWEST), EngineSettings(micro_batch=size.micro_batch)
     gradient_noise = plan.noise_std / plan.divisor
     engine = clipping_engine(model, rule, optimizer, gradient_noise, settings, start_ranks(), Computation()).engine
-    noise = NoiseMechanism.of(secrets.token_bytes(32), plan)
+    noise = AESNoise.of(secrets.token_bytes(32), plan)
     sampler = PoissonSampler(secrets.token_bytes(32), secrets.token_bytes(32), plan.records, plan.threshold)
     schedule = Schedule(peak=run.rate, warmup=max(1, size.steps // 6), shape="cosine")
     for step in range(1, size.steps + 1):

@@ -34,6 +34,7 @@ from murmuration.accounting.plan import (
     draws_for,
     parse_delta,
     rate_of,
+    turns_for,
 )
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
@@ -52,13 +53,13 @@ from murmuration.train.config.root import NoiseKind, Run, ZeroOptimization
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
-from murmuration.train.engines.base import ShardedEngine, digests_of, modes_of
+from murmuration.train.engines.base import Engine, digests_of, modes_of
 from murmuration.train.engines.choose import EngineSettings, make_engine, start_ranks
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.held_out import HeldOutAccuracy
 from murmuration.train.engines.loss_probes import LossProbes
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
-from murmuration.train.noise.aes import Noise, NoiseMechanism
+from murmuration.train.noise.aes import AESNoise, Noise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.exact import ExactNoise
@@ -101,13 +102,13 @@ class ClippingEngine:
     clip: ClipEngine
     forward: PrivateForward
     optimizer: FlatOptimizer
-    engine: ShardedEngine
+    engine: Engine
 
 
 def clipping_engine(
     model: nn.Module, rule: ClipRule, optimizer: Optimizer, gradient_noise: float, engine: EngineSettings, ranks: Ranks,
     computation: Computation, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-    make: Callable[..., ShardedEngine] = make_engine, scaling: Scaling | None = None, keeps_before: bool = False,
+    make: Callable[..., Engine] = make_engine, scaling: Scaling | None = None, keeps_before: bool = False,
 ) -> ClippingEngine:  # fmt: skip
     """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
     `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
@@ -121,14 +122,14 @@ def clipping_engine(
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
 
-GENERATORS = {"aes": NoiseMechanism.generator, "chacha20": ChaChaNoise.generator, "exact": ExactNoise.generator}
+GENERATORS = {"aes": AESNoise.generator, "chacha20": ChaChaNoise.generator, "exact": ExactNoise.generator}
 
 
 class PrivateCore:
     """The private step of one plan under one set of keys. `prove` comes before anything else touches the engine."""
 
     def __init__(
-        self, plan: PrivacyPlan, clip: ClipEngine, engine: ShardedEngine, derive: Derive, ranks: Ranks,
+        self, plan: PrivacyPlan, clip: ClipEngine, engine: Engine, derive: Derive, ranks: Ranks,
         noise: NoiseKind = "aes", begun_after: int = 0,
     ) -> None:  # fmt: skip
         """`begun_after`: the step after which the segment of the keys begins."""
@@ -153,7 +154,7 @@ class PrivateCore:
         key = self._derive(purpose)
         if self._noise == "exact":
             return ExactNoise.of(key, self.plan, self.engine.trainable_elements)
-        draws = (ChaChaNoise if self._noise == "chacha20" else NoiseMechanism).of(key, self.plan)
+        draws = (ChaChaNoise if self._noise == "chacha20" else AESNoise).of(key, self.plan)
         if self.plan.banded is None:
             return draws
         first = (self._begun_after if begun_after is None else begun_after) + 1
@@ -178,7 +179,7 @@ class PrivateCore:
 
     def step(
         self, phase: int, journal: Journal | None, records: Records[Draw], stop: StopRequest, *,
-        stepping: ShardedEngine | None = None, first_norm: float | None = None, noise: Noise | None = None,
+        stepping: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
         probes: Callable[[int], bool] | None = None,
     ) -> PrivateStep:  # fmt: skip
         """`stepping` is the engine with what may be mixed into its updates; `first_norm` is C of the next step where C
@@ -186,12 +187,12 @@ class PrivateCore:
         own."""
         if noise is None:
             noise = self.noise("noise")
-            if isinstance(noise, NoiseMechanism) or (isinstance(noise, CorrelatedNoise) and self._noise == "aes"):
+            if isinstance(noise, AESNoise) or (isinstance(noise, CorrelatedNoise) and self._noise == "aes"):
                 fragments = [fragment for shard in self.engine.shards() for fragment in shard.fragments]
                 noise = self._ahead = NoiseAhead(noise, fragments)
         metrics = norm = None
         if self.plan.metrics:
-            make = ExactNoise.of_metric if self._noise == "exact" else NoiseMechanism.of_metric
+            make = ExactNoise.of_metric if self._noise == "exact" else AESNoise.of_metric
             metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, make)
         if self.plan.adaptive is not None and metrics is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
@@ -369,7 +370,7 @@ class PrivateTraining:
         if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            turns = -(-steps // ((bands or 1) * slots))
+            turns = turns_for(steps, bands or 1, slots)
             sigma = calibrate_sigma(rate_of(threshold, slots), turns, epsilon, fixed["delta"], slots=slots)
             sigma = enlarged(sigma, fixed["grid_growth"])
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)

@@ -23,7 +23,7 @@ from murmuration.data.store.place import UnreadableError
 from murmuration.train.clip.engine import ClipEngine, Observation
 from murmuration.train.distributed.ranks import Ranks, results_of_all
 from murmuration.train.distributed.stop import StopRequest
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_rule
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.metrics import MetricRelease
@@ -64,7 +64,7 @@ def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBat
 class PrivateStep:
     def __init__(
         self, phase: int, journal: Journal | None, records: Records[Draw], clip: ClipEngine, noise: Noise,
-        engine: ShardedEngine, ranks: Ranks, stop: StopRequest, metrics: MetricRelease | None = None,
+        engine: Engine, ranks: Ranks, stop: StopRequest, metrics: MetricRelease | None = None,
         norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
         self.record, self.ranks, self.stop = StepRecord(phase, journal, ranks, metrics), ranks, stop
@@ -220,7 +220,7 @@ class StepRecord:
 
 class PlainStep:
     def __init__(
-        self, records: Records[Any], batch: int, engine: ShardedEngine, ranks: Ranks, stop: StopRequest
+        self, records: Records[Any], batch: int, engine: Engine, ranks: Ranks, stop: StopRequest
     ) -> None:  # fmt: skip
         self.records, self.batch, self.engine, self.ranks, self.stop = records, batch, engine, ranks, stop
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from murmuration.accounting.banded import MOST_BANDS, best_banded
 from murmuration.accounting.epsilon.accountant import AccountingError, describe, round_up
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for
+from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for, turns_for
 from murmuration.accounting.strict_json import JsonError, parse
 
 BANDS = (1, *(2**power for power in range(1, int(math.log2(MOST_BANDS)) + 1)))
@@ -62,7 +62,7 @@ def _row(asked: Numbers, bands: int, by: Any) -> dict[str, Any] | None:
     """None where a part of the records cannot hold the batch, or a block not be filled, or no noise is enough."""
     if bands > min(asked.steps, asked.horizon) or bands * asked.batch > asked.n:
         return None
-    threshold, turns = threshold_for(asked.n, asked.batch, bands), -(-asked.steps // bands)
+    threshold, turns = threshold_for(asked.n, asked.batch, bands), turns_for(asked.steps, bands, 1)
     try:
         sigma = calibrate_sigma(threshold / RATE_DENOMINATOR, turns, asked.epsilon, asked.delta, by)
     except AccountingError:
@@ -88,7 +88,7 @@ def _allocated(asked: Numbers, by: Any) -> dict[str, Any] | None:
         slots = slots_for(asked.n, asked.batch, asked.steps)
         if slots == 1:
             return None
-        epochs = -(-asked.steps // slots)
+        epochs = turns_for(asked.steps, 1, slots)
         sigma = calibrate_sigma(1 / slots, epochs, asked.epsilon, asked.delta, by, slots=slots)
     except (AccountingError, PlanError):
         return None

@@ -18,7 +18,7 @@ from murmuration.accounting.epsilon.accountant import (
     round_up,
 )  # fmt: skip
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
-from murmuration.accounting.epsilon.gaussian import gaussian_epsilon, participations
+from murmuration.accounting.epsilon.gaussian import participations, unamplified_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
@@ -98,7 +98,9 @@ def _shuffled(arguments: argparse.Namespace, values: dict[str, Any]) -> tuple[di
     times = participations(arguments.steps, values["expected_batch"], arguments.n)
     sigma = arguments.sigma / math.sqrt(times) if arguments.sigma > 0 else math.nan
     event = Event(1.0, sigma, 1)
-    value = gaussian_epsilon(event.sigma, values["delta"])
+    value = unamplified_epsilon(
+        arguments.sigma, arguments.steps, values["expected_batch"], arguments.n, values["delta"]
+    )
     values |= {
         "sampling": "shuffled", "participations": times, "epsilon": value, "epsilon_rounded_up": round_up(value),
         "gdp_mu": 1 / sigma, "accountant": "exact", "estimate": "exact",

@@ -29,7 +29,7 @@ from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.fsdp2 import FSDP2Engine, start_ranks
 from murmuration.train.engines.shard_map import row_slices
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.private import Computation, clipping_engine
@@ -88,8 +88,8 @@ def model_of(objective: str) -> nn.Module:
     return Tied() if objective == "tied" else build(*shape_of(objective))
 
 
-def noise() -> NoiseMechanism:
-    return NoiseMechanism(b"n" * 32, 0.3, DIVISOR)
+def noise() -> AESNoise:
+    return AESNoise(b"n" * 32, 0.3, DIVISOR)
 
 
 def engine_of(model: nn.Module, ranks: Ranks, private: bool = True) -> Any:

@@ -25,7 +25,7 @@ from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.mesh import Mesh
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.private import ClippingEngine, Computation, clipping_engine
@@ -181,7 +181,7 @@ def another_sum(engine: Any, ranks: Ranks) -> None:
 
 def own_noise(engine: Any, ranks: Ranks) -> None:
     """The copies draw noise under different keys."""
-    own = NoiseMechanism(bytes([ranks.rank // RANKS_PER_COPY]) * 32, noise().std, noise().divisor)
+    own = AESNoise(bytes([ranks.rank // RANKS_PER_COPY]) * 32, noise().std, noise().divisor)
     real = engine.update
 
     def update(given: Update, learning_rate: float) -> Any:
@@ -277,7 +277,7 @@ def self_tested(ranks: Ranks, change: Callable[[Any, Ranks], None] | None, ranks
         Computation(),
     )  # fmt: skip
     engine: Any = built.engine
-    planned = NoiseMechanism(NOISE_KEY, PLAN.noise_std, PLAN.divisor)
+    planned = AESNoise(NOISE_KEY, PLAN.noise_std, PLAN.divisor)
     records = SyntheticRecords.of(SHAPE, "caption")
     if change is not None:
         change(engine, ranks)

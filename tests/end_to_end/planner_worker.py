@@ -21,11 +21,11 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Offload, ZeroOptimization
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.engines.forward import PlainForward
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.private import Computation, clipping_engine
@@ -59,8 +59,8 @@ RANKS_PER_COPY = 2  # of "hsdp"
 def measured(
     ranks: Ranks, stage: int | Literal["fsdp2", "hsdp"], offload: bool, private: bool
 ) -> dict[str, object]:  # fmt: skip
-    kept: list[ShardedEngine] = []
-    noisy = partial(NoisyUpdate, NoiseMechanism(b"n" * 32, 1.0, 1.0))
+    kept: list[Engine] = []
+    noisy = partial(NoisyUpdate, AESNoise(b"n" * 32, 1.0, 1.0))
     zero = ZeroOptimization(
         stage=3 if isinstance(stage, str) else stage, reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET,  # pyright: ignore[reportArgumentType]
         stage3_param_persistence_threshold=0 if stage == 3 else None,

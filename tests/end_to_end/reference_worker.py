@@ -23,7 +23,7 @@ from murmuration.train.config.root import ZeroOptimization
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.engines.deepspeed_zero import start_ranks
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
 from murmuration.train.private import Computation, clipping_engine
 from tests.support.answering import answer
@@ -95,7 +95,7 @@ class Captured(PlainUpdate):
 
 def main() -> None:
     ranks = start_ranks()
-    noise = NoiseMechanism(b"n" * 32, 0.5, DIVISOR)
+    noise = AESNoise(b"n" * 32, 0.5, DIVISOR)
     results = []
     for objective, built in MODELS.items():
         for stage in (0, 1, 2) if objective != "dropping" else (1,):

@@ -27,7 +27,7 @@ from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.engines.deepspeed_zero import start_ranks
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate
 from tests.support.answering import answer
 from tests.support.sharded_engines import (
@@ -69,7 +69,7 @@ def spoil_padding(engine) -> None:
 
 def sharded(
     ranks, layout: Layout, kind: str, precision: Precision, offload: Any = None, *,
-    mechanism: NoiseMechanism | None = None, norm: float = C, lost: int = 0,
+    mechanism: AESNoise | None = None, norm: float = C, lost: int = 0,
 ) -> dict[str, float]:  # fmt: skip
     """The engine against its teacher, who knows nothing of another mechanism, another norm or lost records."""
     teacher = Teacher(kind, precision, ranks.world) if ranks.main else None
@@ -113,7 +113,7 @@ def error_of_a_long_sum(ranks, layout: Layout) -> float:
     engine = engine_of(ranks, settings_of(layout), Straight(), Optimizer.model_validate({"type": "SGD"})).engine
     for number in range(ranks.rank, LONG, ranks.world):
         engine.accumulate(straight(number))
-    engine.update(NoisyUpdate(NoiseMechanism(NOISE_KEY, 1e-9, 1.0), 1), 1.0)
+    engine.update(NoisyUpdate(AESNoise(NOISE_KEY, 1e-9, 1.0), 1), 1.0)
     found = engine.whole_weights()["weight"].double()
     engine.close()
     every = torch.cat([straight(number).inputs["x"] for number in range(LONG)]).double()
@@ -129,7 +129,7 @@ def error_of_units(ranks, layout: Layout, precision: Precision) -> float:
     before = {name: tensor.double() for name, tensor in engine.engine.whole_weights().items()}
     for row in slots(np.arange(UNITS), ranks.rank, ranks.world, MICRO_BATCH):
         engine.engine.accumulate(units_of(row, sizes))
-    engine.engine.update(NoisyUpdate(NoiseMechanism(NOISE_KEY, 1e-9, 1.0), 1), 1.0)
+    engine.engine.update(NoisyUpdate(AESNoise(NOISE_KEY, 1e-9, 1.0), 1), 1.0)
     after = {name: tensor.double() for name, tensor in engine.engine.whole_weights().items()}
     engine.engine.close()
     expected = sum_of_units(build(SHAPE, "caption"), sizes, precision, ranks.world)

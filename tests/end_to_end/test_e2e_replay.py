@@ -16,7 +16,7 @@ from murmuration.train.audit import replay as module
 from murmuration.train.audit.replay import ReplayReport, replay
 from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.run.trainer import Trainer
 from tests.support.launching import ROOT, environment
 
@@ -48,7 +48,7 @@ def test_one_record_moves_nothing_but_the_sum_and_that_by_at_most_c(recipe: Path
     assert report.moves.count(0.0) == STEPS - report.drawn, "where it was not drawn, nothing moved at all"
 
 
-class Weaker(NoiseMechanism):
+class Weaker(AESNoise):
     """The ledger is told the planned deviation."""
 
     def draw(self, *where: Any, **how: Any) -> np.ndarray:
@@ -88,12 +88,12 @@ def test_a_branch_that_depends_on_a_record_is_found_in_one_pair(
 
     monkeypatch.setattr(module.SummedEngine, "accumulate", accumulate)
     if fault == "noise by presence":
-        draw = NoiseMechanism.draw
+        draw = AESNoise.draw
 
         def by_presence(self: Any, *where: Any, **how: Any) -> np.ndarray:
             return draw(self, *where, **how) * (1 + 1e-5 * absent[-1])
 
-        monkeypatch.setattr(NoiseMechanism, "draw", by_presence)
+        monkeypatch.setattr(AESNoise, "draw", by_presence)
     refuted = " ".join(replayed(recipe).refuted)
     expected = {
         "counted twice": "moved a sum",

@@ -19,7 +19,7 @@ from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.model.build import build
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.run.phase import carry_over
@@ -49,7 +49,7 @@ def micro_batch(ids) -> MicroBatch:
     return MicroBatch({"images": batch.inputs["images"], "mask_noise": torch.stack(noises)}, batch.present)
 
 
-def make(ranks: Ranks, layout: Layout, loaded: Loaded | None = None) -> ShardedEngine:
+def make(ranks: Ranks, layout: Layout, loaded: Loaded | None = None) -> Engine:
     model: nn.Module = build(SHAPE, "mae")
     if loaded is not None:
         model.load_state_dict(loaded.state_dict(model.state_dict()))
@@ -59,13 +59,13 @@ def make(ranks: Ranks, layout: Layout, loaded: Loaded | None = None) -> ShardedE
     return engine
 
 
-def train(engine: ShardedEngine, ranks: Ranks, step: int) -> None:
+def train(engine: Engine, ranks: Ranks, step: int) -> None:
     for row in slots(drawn(step), ranks.rank, ranks.world, MICRO_BATCH):
         engine.accumulate(micro_batch(row))
     engine.update(NoisyUpdate(noise(), step), RATES["AdamW"])
 
 
-def state_of(engine: ShardedEngine, ranks: Ranks) -> dict[str, Tensor]:
+def state_of(engine: Engine, ranks: Ranks) -> dict[str, Tensor]:
     """Weights as the model computes with them, moments and averages as all ranks together hold them; flat, fp32."""
     found = {f"weights|{name}": t.flatten().clone() for name, t in engine.whole_weights().items()}
     pieces = [

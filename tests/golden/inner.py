@@ -14,7 +14,7 @@ from murmuration.accounting.keys import RunKey, StepPurpose
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.train.config.load import load
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 
 KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
@@ -53,5 +53,5 @@ def public_ids(records: int, batch: int, step: int) -> np.ndarray:
 
 
 def noise(generator: str, std: float, step: int, parameter: int, start: int, length: int, single: bool) -> np.ndarray:
-    made = {"aes": NoiseMechanism, "chacha20": ChaChaNoise}[generator](KEY, std, 1.0)
+    made = {"aes": AESNoise, "chacha20": ChaChaNoise}[generator](KEY, std, 1.0)
     return made.draw(step, parameter, start, length, np.float32 if single else np.float64)

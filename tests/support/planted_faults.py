@@ -19,7 +19,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.engines.base import AppliedUpdate
 from murmuration.train.engines.forward import PrivateForward
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, Update
 from tests.support.train_helpers import LocalEngine
 
@@ -29,7 +29,7 @@ class NoiseTwice(LocalEngine):
         super().finish(update)
         inner = getattr(update, "inner", update)
         if isinstance(inner, NoisyUpdate):
-            again = NoisyUpdate(NoiseMechanism(b"2" * 32, inner.mechanism.std, inner.mechanism.divisor), inner.step)
+            again = NoisyUpdate(AESNoise(b"2" * 32, inner.mechanism.std, inner.mechanism.divisor), inner.step)
             for flat, fragments in zip(self.flats, self.layout, strict=True):
                 extra = torch.zeros_like(flat)
                 again.finish(extra, fragments)
@@ -185,7 +185,7 @@ class Gap(LocalEngine):
             fragments[0] = dataclasses.replace(first, start=first.start - 2)
 
 
-class EqualPerRank(NoiseMechanism):
+class EqualPerRank(AESNoise):
     """Keyed by the place in the shard, not in the parameter: shards of all ranks draw the same."""
 
     count = 0
@@ -195,30 +195,30 @@ class EqualPerRank(NoiseMechanism):
         return super().draw(step, self.count % 1000, 0, length, dtype)
 
 
-class EqualPerParameter(NoiseMechanism):
+class EqualPerParameter(AESNoise):
     def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
         return super().draw(step, 0, start, length, dtype)
 
 
-class EqualPerStep(NoiseMechanism):
+class EqualPerStep(AESNoise):
     def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
         return super().draw(0, parameter, start, length, dtype)
 
 
-class OwnPerRank(NoiseMechanism):
+class OwnPerRank(AESNoise):
     def __init__(self, key: bytes, std: float, divisor: float, rank: int) -> None:
         super().__init__(bytes([rank]) * 32, std, divisor)
 
 
-class Scaled(NoiseMechanism):
+class Scaled(AESNoise):
     factor = 1.0
 
     def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
         return super().draw(step, parameter, start, length, dtype) * self.factor
 
 
-def scaled(factor: float) -> Callable[..., NoiseMechanism]:
-    def change(engine: Any, clip: Any, noise: NoiseMechanism) -> NoiseMechanism:
+def scaled(factor: float) -> Callable[..., AESNoise]:
+    def change(engine: Any, clip: Any, noise: AESNoise) -> AESNoise:
         faulty = Scaled(b"s" * 32, noise.std, noise.divisor)
         faulty.factor = factor
         return faulty
@@ -226,7 +226,7 @@ def scaled(factor: float) -> Callable[..., NoiseMechanism]:
     return change
 
 
-def swapped(kind: type[NoiseMechanism]) -> Callable[..., NoiseMechanism]:
+def swapped(kind: type[AESNoise]) -> Callable[..., AESNoise]:
     return lambda engine, clip, noise: kind(b"s" * 32, noise.std, noise.divisor)
 
 
@@ -283,12 +283,12 @@ class DividesByRealised(LocalEngine):
         refill(update, self)
 
 
-def own_stream(engine: Any, clip: Any, noise: NoiseMechanism) -> NoiseMechanism:
+def own_stream(engine: Any, clip: Any, noise: AESNoise) -> AESNoise:
     return OwnPerRank(b"", noise.std, noise.divisor, engine.ranks.rank)
 
 
 class OffBy(BookKeepingClip):
-    """Gradients, or the norms alone, that are some percent off: in half precision only, or always."""
+    """Gradients, or the norms alone, that are a few percent off: in half precision only, or always."""
 
     def __init__(
         self, precision: Precision, rule: ClipRule, sums: float = 1.0, norms: float = 1.0, always: bool = False,

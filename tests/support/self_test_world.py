@@ -10,7 +10,7 @@ from torch import nn
 from murmuration.model.build import build
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from tests.support.train_helpers import ADAMW, SHAPE, LocalEngine, plan_for, private_engine
@@ -24,7 +24,7 @@ def caption_model() -> nn.Module:
 
 def tried(
     ranks: Any, replicated: bool = False, engine: Callable[..., LocalEngine] = LocalEngine,
-    change: Callable[[Any, ReferenceClip, NoiseMechanism], Any] | None = None, clip_norm: float = 1.0,
+    change: Callable[[Any, ReferenceClip, AESNoise], Any] | None = None, clip_norm: float = 1.0,
     model: nn.Module | None = None, objective: str = "caption", optimizer: Optimizer = ADAMW,
 ) -> SelfTestReport:  # fmt: skip
     built, clip, noise = private_engine(

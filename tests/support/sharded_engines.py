@@ -21,7 +21,7 @@ from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Offload, ZeroOptimization
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.choose import EngineSettings
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.private import ClippingEngine, Computation, clipping_engine
 
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
@@ -78,10 +78,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def noise(times: float = 1.0, more: float = 0.0) -> NoiseMechanism:
+def noise(times: float = 1.0, more: float = 0.0) -> AESNoise:
     """The plan's; faults are planted by another standard deviation or divisor."""
-    planned = NoiseMechanism.of(NOISE_KEY, PLAN)
-    return NoiseMechanism(NOISE_KEY, planned.std * times, planned.divisor + more)
+    planned = AESNoise.of(NOISE_KEY, PLAN)
+    return AESNoise(NOISE_KEY, planned.std * times, planned.divisor + more)
 
 
 def brute_force(model: nn.Module, ids) -> dict[str, Tensor]:

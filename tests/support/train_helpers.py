@@ -27,7 +27,7 @@ from murmuration.train.distributed.watchdog import Pulse
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.engines.forward import PlainForward, PrivateForward
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
@@ -128,7 +128,7 @@ def on_ranks(world: int, act: Callable[[Any], T]) -> list[T]:
 
 
 class LocalEngine:
-    """train.engines.base.ShardedEngine: `replicated` is ZeRO-0; otherwise each rank owns a flat slice of everything."""
+    """train.engines.base.Engine: `replicated` is ZeRO-0; otherwise each rank owns a flat slice of everything."""
 
     def __init__(
         self, forward: PrivateForward | PlainForward, ranks: Any, replicated: bool = False,
@@ -298,13 +298,13 @@ def private_engine(
     ranks: Any, plan: PrivacyPlan | None = None, replicated: bool = False, model: nn.Module | None = None,
     micro_batch: int = 8, engine: Callable[..., LocalEngine] = LocalEngine, optimizer: Optimizer = ADAMW,
     around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-) -> tuple[Any, Any, NoiseMechanism]:  # fmt: skip
+) -> tuple[Any, Any, AESNoise]:  # fmt: skip
     plan = plan or plan_for()
     built = clipping_engine(
         model or Toy(), ClipRule.of(plan, "flat", 0.01, micro_batch), optimizer, 0.0, EngineSettings(), ranks,
         Computation("reference"), around_clip, lambda _, forward, flat, ranks: engine(forward, ranks, replicated, flat),
     )  # fmt: skip
-    return built.engine, built.clip, NoiseMechanism.of(NOISE_KEY, plan)
+    return built.engine, built.clip, AESNoise.of(NOISE_KEY, plan)
 
 
 def local(config: Config, forward: Any, optimizer: Any, ranks: Any) -> Any:

@@ -90,8 +90,8 @@ def test_clipping_that_does_not_hold_is_seen(modules: Any, monkeypatch: pytest.M
     assert not found["holds"] and found["one_record"] > 1
     monkeypatch.setattr(truth, "SIGMA", 1.0)
     assert truth.noise_is_what_is_planned(setting)["holds"]
-    draw = truth.NoiseMechanism.draw
-    monkeypatch.setattr(truth.NoiseMechanism, "draw", lambda self, *where: 0.9 * draw(self, *where))
+    draw = truth.AESNoise.draw
+    monkeypatch.setattr(truth.AESNoise, "draw", lambda self, *where: 0.9 * draw(self, *where))
     assert not truth.noise_is_what_is_planned(setting)["holds"]
 
 

@@ -21,7 +21,7 @@ from murmuration.train.clip.engine import Observation
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.config.phase import Phase
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
@@ -54,7 +54,7 @@ def test_norms_shares_and_noise_of_a_run_are_those_of_a_plain_loop(tmp_path: Pat
     plan = adaptive_plan(steps=6, clip_norm=30.0)
     journal = journal_at(tmp_path, plan)
     step, engine = step_of(alone(), journal, plan, first_norm=plan.clip_norm)
-    counts = NoiseMechanism(METRIC_KEY, 1.0, plan.divisor)
+    counts = AESNoise(METRIC_KEY, 1.0, plan.divisor)
     norm, moved = 30.0, []
     for number in range(1, 7):
         lengths = norms_of(step, number, engine.model)
@@ -184,7 +184,7 @@ def test_the_count_gets_the_planned_noise_at_every_step_apart_from_the_gradients
     release = MetricRelease(METRIC_KEY, plan, alone())
     drawn = np.array([(release.release(step)["noised_clipped_share"] - 0.5) * plan.divisor for step in range(1, 2001)])
     assert abs(drawn.std() / 3.0 - 1) < 0.08 and abs(drawn.mean()) < 0.3 and len(set(drawn)) > 1990
-    gradient = NoiseMechanism.of(b"s" * 32, plan)
+    gradient = AESNoise.of(b"s" * 32, plan)
     other = np.array([gradient.draw(step, 0, 0, 1, np.float64)[0] for step in range(1, 2001)])
     assert abs(np.corrcoef(drawn, other)[0, 1]) < 0.1
 

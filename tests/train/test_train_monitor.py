@@ -17,7 +17,7 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.public.curvature import Curvature, PublicLoss, inner, measure
 from murmuration.train.public.prediction import (
     Choice,
@@ -169,7 +169,7 @@ def test_the_prediction_is_what_real_poisson_draws_and_real_noise_do_to_the_loss
     assert predicted is not None
     each = -inputs["images"].flatten(1)[:, 12:13].double() * inputs["images"].flatten(1)[:, :12].double()
     sampler = PoissonSampler(b"s" * 32, b"d" * 32, records, threshold)
-    mechanism = NoiseMechanism(b"n" * 32, noise, batch)
+    mechanism = AESNoise(b"n" * 32, noise, batch)
     falls = []
     for step in range(1, draws + 1):
         total = each[torch.from_numpy(sampler.draw(step).ids.copy())].sum(0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import aes as noise_module
-from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, NoiseMechanism
+from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, AESNoise
 from murmuration.train.noise.box_muller import FURTHEST
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
 from tests.support.normality import normal_in_every_respect
@@ -25,7 +25,7 @@ N = 1_000_000
 
 
 def test_the_noise_is_normal_and_the_test_has_power() -> None:
-    drawn = NoiseMechanism(KEY, 2.5, 1.0).draw(3, 1, 0, N)
+    drawn = AESNoise(KEY, 2.5, 1.0).draw(3, 1, 0, N)
     assert drawn.dtype == np.float32
     assert normal_in_every_respect(drawn, 2.5)
     assert not normal_in_every_respect(drawn * 0.95, 2.5)
@@ -37,7 +37,7 @@ def test_the_noise_is_normal_and_the_test_has_power() -> None:
 
 def test_even_and_odd_elements_are_both_normal_and_independent() -> None:
     """Cosine and sine halves of Box-Muller."""
-    drawn = NoiseMechanism(KEY, 1.0, 1.0).draw(1, 0, 0, 2 * N)
+    drawn = AESNoise(KEY, 1.0, 1.0).draw(1, 0, 0, 2 * N)
     even, odd = drawn[::2].astype(np.float64), drawn[1::2].astype(np.float64)
     assert normal_in_every_respect(even, 1.0) and normal_in_every_respect(odd, 1.0)
     assert abs((even * odd).mean()) < 4.9 / np.sqrt(N)
@@ -46,7 +46,7 @@ def test_even_and_odd_elements_are_both_normal_and_independent() -> None:
 
 
 def test_tails_reach_as_far_as_a_normal_does() -> None:
-    drawn = np.abs(NoiseMechanism(KEY, 1.0, 1.0).draw(7, 2, 0, 4 * N))
+    drawn = np.abs(AESNoise(KEY, 1.0, 1.0).draw(7, 2, 0, 4 * N))
     for bound in (3.0, 4.0, 4.5):
         expected = 4 * N * 2 * stats.norm.sf(bound)
         assert abs((drawn > bound).sum() - expected) < 5 * np.sqrt(expected) + 1
@@ -68,16 +68,16 @@ def test_the_smallest_uniform_gives_a_finite_number(monkeypatch: pytest.MonkeyPa
 
     for byte in (0, 255):
         monkeypatch.setattr(noise_module, "Cipher", lambda *_, byte=byte: Stream(byte))
-        drawn = NoiseMechanism(KEY, 1.0, 1.0).draw(0, 0, 0, 4, np.float64)
+        drawn = AESNoise(KEY, 1.0, 1.0).draw(0, 0, 0, 4, np.float64)
         assert np.isfinite(drawn).all()
         assert np.abs(drawn).max() == pytest.approx(FURTHEST if byte == 0 else 0.0, abs=1e-12)
 
 
 def test_streams_of_other_steps_parameters_and_keys_are_independent() -> None:
-    mechanism = NoiseMechanism(KEY, 1.0, 1.0)
+    mechanism = AESNoise(KEY, 1.0, 1.0)
     streams = [
         mechanism.draw(1, 0, 0, N // 4), mechanism.draw(2, 0, 0, N // 4), mechanism.draw(1, 1, 0, N // 4),
-        NoiseMechanism(bytes(32), 1.0, 1.0).draw(1, 0, 0, N // 4), mechanism.draw(1, 0, N, N // 4),
+        AESNoise(bytes(32), 1.0, 1.0).draw(1, 0, 0, N // 4), mechanism.draw(1, 0, N, N // 4),
     ]  # fmt: skip
     for i, first in enumerate(streams):
         for second in streams[:i]:
@@ -87,7 +87,7 @@ def test_streams_of_other_steps_parameters_and_keys_are_independent() -> None:
 
 def test_no_stretch_of_the_noise_repeats() -> None:
     """Beyond a chunk of the generator: runs of four values, all different."""
-    drawn = NoiseMechanism(KEY, 1.0, 1.0).draw(1, 0, 0, 2 * CHUNK_BLOCKS * 2 + 6)
+    drawn = AESNoise(KEY, 1.0, 1.0).draw(1, 0, 0, 2 * CHUNK_BLOCKS * 2 + 6)
     runs = drawn[: len(drawn) // 4 * 4].reshape(-1, 4)
     assert len(np.unique(runs, axis=0)) == len(runs)
 
@@ -95,7 +95,7 @@ def test_no_stretch_of_the_noise_repeats() -> None:
 @settings(max_examples=150, deadline=None)
 @given(start=st.integers(0, 500), cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12), step=st.integers(0, 99))
 def test_any_cut_of_a_parameter_gives_the_same_numbers(start: int, cuts: list[int], step: int) -> None:
-    mechanism = NoiseMechanism(KEY, 1.0, 1.0)
+    mechanism = AESNoise(KEY, 1.0, 1.0)
     whole = mechanism.draw(step, 5, 0, 1000)
     parts, at = [], start
     for length in cuts:
@@ -106,7 +106,7 @@ def test_any_cut_of_a_parameter_gives_the_same_numbers(start: int, cuts: list[in
 
 @pytest.mark.parametrize("shift", [-3, -2, -1, 0, 1, 2])
 def test_borders_of_chunks_are_seamless(shift: int) -> None:
-    mechanism = NoiseMechanism(KEY, 1.0, 1.0)
+    mechanism = AESNoise(KEY, 1.0, 1.0)
     border = 2 * CHUNK_BLOCKS
     whole = mechanism.draw(1, 0, 0, 2 * border + 9)
     assert np.array_equal(mechanism.draw(1, 0, border + shift, 7), whole[border + shift : border + shift + 7])
@@ -125,7 +125,7 @@ def test_counter_domains_of_steps_and_parameters_never_overlap(monkeypatch: pyte
         return real(counter)
 
     monkeypatch.setattr(noise_module.modes, "CTR", spy)
-    mechanism = NoiseMechanism(KEY, 1.0, 1.0)
+    mechanism = AESNoise(KEY, 1.0, 1.0)
     corners = [(s, p) for s in (0, 1, 2**40 - 1) for p in (0, 1, 2**24 - 1)]
     for step, parameter in corners:
         mechanism.draw(step, parameter, 0, 1)
@@ -138,7 +138,7 @@ def test_counter_domains_of_steps_and_parameters_never_overlap(monkeypatch: pyte
 
 
 def test_global_random_state_and_threads_of_others_do_not_matter() -> None:
-    mechanism = NoiseMechanism(KEY, 1.0, 1.0)
+    mechanism = AESNoise(KEY, 1.0, 1.0)
     first = mechanism.draw(4, 2, 3, 100)
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -149,7 +149,7 @@ def test_global_random_state_and_threads_of_others_do_not_matter() -> None:
 
 
 def test_pieces_cover_every_element_once_and_equal_the_draw() -> None:
-    mechanism = NoiseMechanism(KEY, 2.0, 1.0)
+    mechanism = AESNoise(KEY, 2.0, 1.0)
     fragments = [Fragment("a", 0, 3, 2 * NOISE_CHUNK + 5, 7), Fragment("b", 1, 0, 9, 2 * NOISE_CHUNK + 20)]
     found = torch.zeros(2 * NOISE_CHUNK + 40, dtype=torch.float64)
     for chunk, noise in mechanism.chunks(4, fragments, torch.device("cpu")):
@@ -163,7 +163,7 @@ def test_pieces_cover_every_element_once_and_equal_the_draw() -> None:
         list(mechanism.chunks(4, fragments, torch.device("cpu"), torch.bfloat16))
 
 
-def noised(world: int, mechanism: NoiseMechanism, sizes: dict[str, int], step: int = 1) -> dict[str, np.ndarray]:
+def noised(world: int, mechanism: AESNoise, sizes: dict[str, int], step: int = 1) -> dict[str, np.ndarray]:
     """What NoisyUpdate puts on zeros, put together from the shards of `world` ranks."""
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
     found = {name: np.full(size, np.nan, np.float32) for name, size in sizes.items()}
@@ -183,7 +183,7 @@ def noised(world: int, mechanism: NoiseMechanism, sizes: dict[str, int], step: i
 
 def test_every_element_gets_the_same_one_draw_at_any_world_size() -> None:
     sizes = {"a": 1001, "b": 1, "c": 77, "d": 4096}
-    mechanism = NoiseMechanism(KEY, 3.0, 50.0)
+    mechanism = AESNoise(KEY, 3.0, 50.0)
     alone = noised(1, mechanism, sizes)
     for world in (2, 3, 5):
         spread = noised(world, mechanism, sizes)
@@ -197,7 +197,7 @@ def test_every_element_gets_the_same_one_draw_at_any_world_size() -> None:
 
 def test_the_sum_is_noised_and_then_divided_once_by_the_constant() -> None:
     plan = plan_for(records=400, batch=20, noise_multiplier=1.5, clip_norm=0.5)
-    mechanism = NoiseMechanism.of(KEY, plan)
+    mechanism = AESNoise.of(KEY, plan)
     assert (mechanism.std, mechanism.divisor) == (0.75, plan.divisor)
     total = torch.arange(10, dtype=torch.float32)
     flat = torch.cat([torch.full((2,), 7.0), total])
@@ -214,12 +214,12 @@ def test_the_sum_is_noised_and_then_divided_once_by_the_constant() -> None:
 def test_noise_is_refused_on_anything_but_fp32(dtype: torch.dtype) -> None:
     flat = torch.zeros(4, dtype=dtype)
     with pytest.raises(UpdateError, match="must be fp32"):
-        NoisyUpdate(NoiseMechanism(KEY, 1.0, 1.0), 1).finish(flat, [Fragment("w", 0, 0, 4, 0)])
+        NoisyUpdate(AESNoise(KEY, 1.0, 1.0), 1).finish(flat, [Fragment("w", 0, 0, 4, 0)])
     assert not flat.any()
 
 
 def test_noise_is_refused_twice_for_one_element() -> None:
-    update = NoisyUpdate(NoiseMechanism(KEY, 1.0, 1.0), 1)
+    update = NoisyUpdate(AESNoise(KEY, 1.0, 1.0), 1)
     update.finish(torch.zeros(8), [Fragment("w", 0, 0, 4, 0), Fragment("w", 0, 4, 4, 4)])
     for start, length in ((0, 4), (4, 1), (2, 1), (0, 1), (3, 2), (7, 9)):
         with pytest.raises(UpdateError, match="twice"):

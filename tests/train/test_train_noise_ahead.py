@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism
+from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ FRAGMENTS = [
 Found = list[tuple[Fragment, np.ndarray]]
 
 
-class Watched(NoiseMechanism):
+class Watched(AESNoise):
     """Counts its draws and, while shut, holds those of other threads back."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Watched(NoiseMechanism):
         return super().draw(step, parameter, start, length, dtype)
 
 
-def taken(noise: NoiseMechanism | NoiseAhead, step: int, fragments: list[Fragment] = FRAGMENTS) -> Found:
+def taken(noise: AESNoise | NoiseAhead, step: int, fragments: list[Fragment] = FRAGMENTS) -> Found:
     return [(chunk, values.numpy().copy()) for chunk, values in noise.chunks(step, fragments, CPU)]
 
 
@@ -67,7 +67,7 @@ def ahead(watched: Watched) -> Iterator[NoiseAhead]:
 
 
 def test_the_bits_are_those_without_overlap(ahead: NoiseAhead, watched: Watched) -> None:
-    plain = NoiseMechanism(KEY, 1.5, 10.0)
+    plain = AESNoise(KEY, 1.5, 10.0)
     assert (ahead.std, ahead.divisor) == (1.5, 10.0)
     # Wherever an engine has them in its buffer.
     elsewhere = [replace(each, position=each.position + 13) for each in FRAGMENTS]
@@ -103,7 +103,7 @@ def test_memory_is_bounded_and_does_not_change_the_bits(watched: Watched, most_b
     for chunk, values in ahead.chunks(4, FRAGMENTS, CPU):
         assert sum(8 * waiting.length for waiting in ahead._drawing) <= most_bytes
         found.append((chunk, values.numpy()))
-    assert same(found, taken(NoiseMechanism(KEY, 1.5, 10.0), 4))
+    assert same(found, taken(AESNoise(KEY, 1.5, 10.0), 4))
     assert len(watched.drawn) == 6 and ahead._room == most_bytes
     ahead.close()
 
@@ -117,10 +117,10 @@ def test_a_step_given_up_leaves_nothing_behind(ahead: NoiseAhead, watched: Watch
     assert not ahead._drawing and ahead._room > room
     ahead.prepare(5)
     watched.open.set()
-    expected = taken(NoiseMechanism(KEY, 1.5, 10.0), 5)
+    expected = taken(AESNoise(KEY, 1.5, 10.0), 5)
     assert same(taken(ahead, 5), expected)
     assert same(taken(ahead, 5), expected), "asked again, it is drawn again"
-    assert same(taken(ahead, 6), taken(NoiseMechanism(KEY, 1.5, 10.0), 6)), "another step than the prepared one"
+    assert same(taken(ahead, 6), taken(AESNoise(KEY, 1.5, 10.0), 6)), "another step than the prepared one"
 
 
 def test_a_step_given_up_half_way(ahead: NoiseAhead) -> None:
@@ -128,22 +128,22 @@ def test_a_step_given_up_half_way(ahead: NoiseAhead) -> None:
     for _ in zip(range(2), ahead.chunks(5, FRAGMENTS, CPU), strict=False):
         pass
     ahead.prepare(6)
-    assert same(taken(ahead, 6), taken(NoiseMechanism(KEY, 1.5, 10.0), 6))
+    assert same(taken(ahead, 6), taken(AESNoise(KEY, 1.5, 10.0), 6))
     assert ahead._room == 1 << 30
 
 
 @pytest.mark.parametrize("asked", [4, 6])
 def test_another_step_than_the_prepared_one_gets_its_own_noise(ahead: NoiseAhead, asked: int) -> None:
     ahead.prepare(5)
-    assert same(taken(ahead, asked), taken(NoiseMechanism(KEY, 1.5, 10.0), asked))
-    assert same(taken(ahead, 5), taken(NoiseMechanism(KEY, 1.5, 10.0), 5)), "and what was prepared still stands"
+    assert same(taken(ahead, asked), taken(AESNoise(KEY, 1.5, 10.0), asked))
+    assert same(taken(ahead, 5), taken(AESNoise(KEY, 1.5, 10.0), 5)), "and what was prepared still stands"
 
 
 def test_any_order_and_any_cut_are_right(watched: Watched) -> None:
     ahead = NoiseAhead(watched, FRAGMENTS, 1, 8 * (NOISE_CHUNK + 100))
     ahead.prepare(2)
     for fragments in (FRAGMENTS[::-1], [Fragment("a", 0, 20, 30, 0)], FRAGMENTS[2:3]):
-        assert same(taken(ahead, 2, fragments), taken(NoiseMechanism(KEY, 1.5, 10.0), 2, fragments))
+        assert same(taken(ahead, 2, fragments), taken(AESNoise(KEY, 1.5, 10.0), 2, fragments))
     ahead.close()
 
 
@@ -154,7 +154,7 @@ def test_a_failure_in_a_thread_fails_where_the_noise_is_taken(ahead: NoiseAhead,
         taken(ahead, 1)
     watched.fail = False
     ahead.prepare(1)
-    assert same(taken(ahead, 1), taken(NoiseMechanism(KEY, 1.5, 10.0), 1))
+    assert same(taken(ahead, 1), taken(AESNoise(KEY, 1.5, 10.0), 1))
 
 
 def test_with_another_deviation_the_draws_are_the_same_ones_scaled(ahead: NoiseAhead, watched: Watched) -> None:
@@ -162,13 +162,13 @@ def test_with_another_deviation_the_draws_are_the_same_ones_scaled(ahead: NoiseA
     wider = ahead.at(4.5)
     assert (wider.std, wider.divisor, ahead.std) == (4.5, 10.0, 1.5) and ahead.at(1.5) is ahead
     wider.prepare(3)
-    assert same(taken(wider, 3), taken(NoiseMechanism(KEY, 4.5, 10.0), 3))
-    assert same(taken(ahead, 3), taken(NoiseMechanism(KEY, 1.5, 10.0), 3)), "the first is as it was"
+    assert same(taken(wider, 3), taken(AESNoise(KEY, 4.5, 10.0), 3))
+    assert same(taken(ahead, 3), taken(AESNoise(KEY, 1.5, 10.0), 3)), "the first is as it was"
     wider.prepare(4)
     for future in list(wider._drawing.values()):
         future.result(20)
     before = len(watched.drawn)
-    assert same(taken(wider, 4), taken(NoiseMechanism(KEY, 4.5, 10.0), 4))
+    assert same(taken(wider, 4), taken(AESNoise(KEY, 4.5, 10.0), 4))
     assert len(watched.drawn) == before, "this one draws ahead, too"
 
 
@@ -179,11 +179,11 @@ def test_a_step_given_up_in_the_middle_leaves_nothing_to_draw_for_the_next(watch
     next(ahead.chunks(1, FRAGMENTS, CPU))
     for step in (2, 3):
         ahead.prepare(step)
-        assert same(taken(ahead, step), taken(NoiseMechanism(KEY, 1.5, 10.0), step))
+        assert same(taken(ahead, step), taken(AESNoise(KEY, 1.5, 10.0), step))
         of_step = [each for each in watched.drawn if each[0] == step]
         assert len(of_step) == len(set(of_step)) == 6
     ahead.prepare(4)
-    assert same(taken(ahead, 4, FRAGMENTS[::-1]), taken(NoiseMechanism(KEY, 1.5, 10.0), 4, FRAGMENTS[::-1]))
+    assert same(taken(ahead, 4, FRAGMENTS[::-1]), taken(AESNoise(KEY, 1.5, 10.0), 4, FRAGMENTS[::-1]))
     assert ahead._room == 8 * NOISE_CHUNK and not ahead._drawing and not ahead._waiting, "in whatever order"
     ahead.close()
 

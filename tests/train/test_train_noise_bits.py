@@ -15,7 +15,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 
 KEY = bytes(range(32))
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_noise_is_box_muller_on_aes_256_block_by_block() -> None:
     """Written out a second time: ledgers and resumed runs rely on these very numbers."""
     step, parameter, start, length = 3, 2, 5, 8
-    drawn = NoiseMechanism(KEY, 2.0, 1.0).draw(step, parameter, start, length, np.float64)
+    drawn = AESNoise(KEY, 2.0, 1.0).draw(step, parameter, start, length, np.float64)
     block_cipher = Cipher(algorithms.AES256(KEY), modes.ECB()).encryptor()
     for offset, value in enumerate(drawn.tolist()):
         block, half = divmod(start + offset, 2)
@@ -42,7 +42,7 @@ PINNED = "9032198bc765225a"
 
 
 def test_the_bits_are_pinned_and_float32_is_the_draw_rounded() -> None:
-    mechanism = NoiseMechanism(KEY, 2.0, 1.0)
+    mechanism = AESNoise(KEY, 2.0, 1.0)
     exact = mechanism.draw(3, 2, 5, 100_001, np.float64)
     assert hashlib.sha256(exact.tobytes()).hexdigest().startswith(PINNED)
     assert np.array_equal(exact.astype(np.float32), mechanism.draw(3, 2, 5, 100_001))
@@ -52,8 +52,8 @@ def test_vector_instructions_do_not_change_a_bit() -> None:
     """numpy without its AVX paths: what an older processor would draw."""
     features = [name for name in np._core._multiarray_umath.__cpu_dispatch__ if name]  # pyright: ignore
     code = (
-        "import hashlib, numpy as np\nfrom murmuration.train.noise.aes import NoiseMechanism\n"
-        f"drawn = NoiseMechanism({KEY!r}, 2.0, 1.0).draw(3, 2, 5, 100_001, np.float64)\n"
+        "import hashlib, numpy as np\nfrom murmuration.train.noise.aes import AESNoise\n"
+        f"drawn = AESNoise({KEY!r}, 2.0, 1.0).draw(3, 2, 5, 100_001, np.float64)\n"
         "print(hashlib.sha256(drawn.tobytes()).hexdigest())"
     )
     environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(features), "PYTHONWARNINGS": "ignore"}

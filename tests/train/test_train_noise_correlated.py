@@ -19,7 +19,7 @@ from murmuration.accounting.plan import PlanError
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import NoiseKind, Phase
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism
+from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.prefetch import NoiseAhead
@@ -34,7 +34,7 @@ MATRIX = best_banded(BANDS, STEPS)
 SIX_DEVIATIONS = 6.0
 
 
-def correlated(matrix: BandedNoise = MATRIX, first: int = 1, draws: type[Any] = NoiseMechanism) -> CorrelatedNoise:
+def correlated(matrix: BandedNoise = MATRIX, first: int = 1, draws: type[Any] = AESNoise) -> CorrelatedNoise:
     return CorrelatedNoise(draws(KEY, STD, 10.0), matrix, first)
 
 
@@ -77,7 +77,7 @@ def test_another_matrix_is_told_from_it(drawn: np.ndarray, wrong: BandedNoise) -
 
 def test_noise_of_independent_steps_is_told_from_it() -> None:
     steps = range(1, STEPS + 1)
-    plain = np.stack([NoiseMechanism(KEY, STD, 1.0).draw(step, 0, 0, ELEMENTS, np.float64) for step in steps])
+    plain = np.stack([AESNoise(KEY, STD, 1.0).draw(step, 0, 0, ELEMENTS, np.float64) for step in steps])
     scaled = plain * np.array([[MATRIX.spread(step)] for step in steps])  # each step's own variance is right
     assert furthest(scaled, MATRIX, steps) > 2 * SIX_DEVIATIONS
 
@@ -103,7 +103,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("draws", [NoiseMechanism, ChaChaNoise])
+@pytest.mark.parametrize("draws", [AESNoise, ChaChaNoise])
 def test_every_element_gets_the_same_noise_on_whatever_shard_it_lies(draws: type[Any]) -> None:
     noise = correlated(draws=draws)
     for chunk, found in noise.chunks(13, FRAGMENTS, CPU):
@@ -129,7 +129,7 @@ def test_a_chain_that_forgets_keeps_the_keys_of_the_block_that_goes_on() -> None
     link = Link("segment", 1, b"s" * 32)
 
     def noise(chain: KeyChain) -> CorrelatedNoise:
-        draws = NoiseMechanism(lambda step: chain.key("noise", step), STD, 1.0)
+        draws = AESNoise(lambda step: chain.key("noise", step), STD, 1.0)
         return CorrelatedNoise(draws, MATRIX, 1)
 
     kept, forgetting = KeyChain(link, together=BANDS), KeyChain(link, together=BANDS)

@@ -20,7 +20,7 @@ from murmuration.accounting.plan import GRID_GROWTH, PlanError, PlannedMetric, f
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import exact
-from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, NoiseMechanism
+from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, AESNoise
 from murmuration.train.noise.exact import ExactNoise, error_bound, nearest_whole, nearly_whole
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.noise.update import FURTHEST, NoisyUpdate, UpdateError, sum_on_grid
@@ -72,7 +72,7 @@ def test_each_whole_number_has_its_own_probability_and_a_wrong_deviation_is_seen
     assert fits(drawn, deviation, reach)
     assert not fits(counted(deviation * 1.02).draw(3, 1, 0, N), deviation, reach)
     assert not fits(counted(deviation / 1.02).draw(3, 1, 0, N), deviation, reach)
-    assert not fits(np.trunc(NoiseMechanism(KEY, deviation, 1.0).draw(3, 1, 0, N, np.float64)), deviation, reach)
+    assert not fits(np.trunc(AESNoise(KEY, deviation, 1.0).draw(3, 1, 0, N, np.float64)), deviation, reach)
     pairs = drawn.reshape(-1, 2)
     assert abs((pairs[:, 0] * pairs[:, 1]).mean()) < 4.9 * (deviation**2 + 1 / 12) / math.sqrt(N / 2)
 

@@ -30,7 +30,7 @@ from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import NoiseKind
 from murmuration.train.distributed.stop import Stopped
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.private import Computation
@@ -54,7 +54,7 @@ def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path, kind: No
         sampling, digest_key, noise_key = (
             hkdf(link, f"murmuration/2|key|{purpose}") for purpose in ("sampling", "sampling-digest", "noise")
         )
-        source = ChaChaNoise if kind == "chacha20" else NoiseMechanism
+        source = ChaChaNoise if kind == "chacha20" else AESNoise
         mechanism = source(noise_key, plan.noise_std, plan.divisor)
         assert opened[step]["noise"]["generator"] == ("aes-256-ctr-exact" if kind == "exact" else source.generator)
         if kind == "exact":

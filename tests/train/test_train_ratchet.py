@@ -13,7 +13,7 @@ from torch import Tensor
 from murmuration.accounting import key_chain
 from murmuration.accounting.keys import KeyFileError, Link, RunKey, StepPurpose, load, secrets_in, store
 from murmuration.accounting.ledger.history import History
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.storage.run_dir import RunDir
 from tests.support.own_module import RATE, run, training
@@ -169,7 +169,7 @@ def test_a_kept_key_signs_and_redraws_nothing(tmp_path: Path) -> None:
 def test_noise_takes_the_key_of_its_step() -> None:
     chain = key_chain.KeyChain(Link("a segment", 1, bytes(32)))
     for step in (1, 2, 5):
-        for kind in (NoiseMechanism, ChaChaNoise):
+        for kind in (AESNoise, ChaChaNoise):
             drawn = kind(partial(chain.key, "noise"), 1.0, 1.0).draw(step, 2, 3, 50)
             assert (drawn == kind(chain.key("noise", step), 1.0, 1.0).draw(step, 2, 3, 50)).all()
 

@@ -15,7 +15,7 @@ from murmuration.accounting.certificate.certificate import compose, verify
 from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
@@ -237,5 +237,5 @@ def test_a_segment_whose_noise_is_drawn_no_more_verifies_and_is_not_continued(
     else:
         with pytest.raises(LedgerError, match=rf"drew their noise by {generator}, .* set run.noise to 'aes'"):
             run.require_generator(segment, ChaChaNoise.generator)
-    run.require_generator(journal.begin_segment(0, "other", "data", 2, "why"), NoiseMechanism.generator)
+    run.require_generator(journal.begin_segment(0, "other", "data", 2, "why"), AESNoise.generator)
     journal.ledger.close()

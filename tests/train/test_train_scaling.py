@@ -23,7 +23,7 @@ from murmuration.train.config.privacy import Scaling as Settings
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.update import NoisyUpdate
@@ -74,7 +74,7 @@ def test_times_and_undo_are_inverse_to_the_last_bit_wherever_a_shard_is_cut() ->
 
 def test_noise_on_weights_has_the_stated_deviation_row_by_row_and_another_table_is_told_from_it() -> None:
     """Each row's and column's variance, in units of what the table says; a scale that is off by one power is seen."""
-    noise, steps = NoiseMechanism(KEY, 3.0, 50.0), 400
+    noise, steps = AESNoise(KEY, 3.0, 50.0), 400
     drawn = {name: torch.stack([whole(noise, t, Scaling(TABLE))[name] for t in range(1, steps + 1)]) for name in SHAPES}
 
     def furthest(table: ScaleTable) -> float:
@@ -100,7 +100,7 @@ def test_noise_on_weights_has_the_stated_deviation_row_by_row_and_another_table_
 def test_the_noise_of_the_clipped_space_is_the_one_without_scales(kind: str) -> None:
     """Every kind of noise is added as ever; what is mapped back is its quotient, to the last bit."""
     count = sum(shape.numel() for shape in SHAPES.values())
-    noise: Any = NoiseMechanism(KEY, 3.0, 50.0)
+    noise: Any = AESNoise(KEY, 3.0, 50.0)
     if kind == "exact":
         noise = ExactNoise.of(KEY, plan_for(grid_growth=1e-6), count)
     if kind == "banded":
@@ -138,7 +138,7 @@ def test_an_engine_with_scales_takes_the_step_of_brute_force() -> None:
             super().finish(flat, fragments)
             seen.update({f.name: f.of(flat).double().clone() for f in fragments})
 
-    built.update(Seen(NoiseMechanism(KEY, 1e-13, plan.divisor), 1, clip.scaling), 1e-3)
+    built.update(Seen(AESNoise(KEY, 1e-13, plan.divisor), 1, clip.scaling), 1e-3)
     for name, expected in total.items():
         mean = (expected / factors[name] / plan.divisor).flatten()
         assert float((seen[name] - mean).norm()) <= 1e-6 * float(mean.norm())

@@ -11,7 +11,7 @@ import torch
 from murmuration.model.build import build
 from murmuration.model.safety import CouplingError
 from murmuration.train.clip.rule import ClipError
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.planted_faults import ChangedAfterwards
@@ -53,7 +53,7 @@ def test_the_noise_of_the_self_test_is_its_own() -> None:
     """What it draws must come from the key it is given, never from the run's noise key."""
     used: list[tuple[int, int]] = []
 
-    class Spy(NoiseMechanism):
+    class Spy(AESNoise):
         def draw(self, step: int, parameter: int, start: int, length: int, dtype: Any = np.float32) -> np.ndarray:
             used.append((step, parameter))
             return super().draw(step, parameter, start, length, dtype)

@@ -22,7 +22,7 @@ from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.engines.forward import PlainForward
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import PlainUpdate
 from murmuration.train.step import PlainStep, PrivateStep, Records
 from tests.support.step_world import DIGEST_KEY, KEY, RECORDS, Stop, journal_at, kinds, read, step_of, weights
@@ -312,9 +312,9 @@ def test_the_largest_sensitivity_that_any_rank_summed_with_is_charged(
 
 
 def test_noise_of_two_steps_and_two_segments_differs(plan: PrivacyPlan) -> None:
-    first = NoiseMechanism.of(b"1" * 32, plan).draw(1, 0, 0, 50)
-    assert not np.array_equal(first, NoiseMechanism.of(b"1" * 32, plan).draw(2, 0, 0, 50))
-    assert not np.array_equal(first, NoiseMechanism.of(b"2" * 32, plan).draw(1, 0, 0, 50))
+    first = AESNoise.of(b"1" * 32, plan).draw(1, 0, 0, 50)
+    assert not np.array_equal(first, AESNoise.of(b"1" * 32, plan).draw(2, 0, 0, 50))
+    assert not np.array_equal(first, AESNoise.of(b"2" * 32, plan).draw(1, 0, 0, 50))
 
 
 def test_the_divisor_does_not_follow_the_batch(tmp_path: Path, plan: PrivacyPlan) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism, in_chunks
+from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise, in_chunks
 from murmuration.train.noise.update import NoisyUpdate, UpdateError
 
-MECHANISM = NoiseMechanism(b"s" * 32, 1.5, 4.0)
+MECHANISM = AESNoise(b"s" * 32, 1.5, 4.0)
 
 
 def stretch(start: int, length: int, parameter: int = 0) -> Fragment:

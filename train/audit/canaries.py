@@ -29,7 +29,7 @@ from murmuration.train.clip.rows import of_slots
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 
 CANARY = "canary"
 ORDINARY, SILENT = -1, -2  # a real record; one that is present and contributes nothing
@@ -186,7 +186,7 @@ class SilentBatches:
             yield MicroBatch(inputs, torch.from_numpy(row != EMPTY))
 
 
-class WeakenedNoise(NoiseMechanism):
+class WeakenedNoise(AESNoise):
     """A planted fault that proves the audit's own power: it reports `std` and draws `scale` times that.
 
     A training run cannot create one: no config key and no flag of launch/train.py leads here.

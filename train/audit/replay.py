@@ -52,7 +52,7 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.distributed.stop import StopRequest
-from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedEngine
+from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import Update
@@ -188,7 +188,7 @@ class RecordedNoise:
 class SummedEngine(EngineAround):
     """Keeps each step's sum as it is before the noise is added."""
 
-    def __init__(self, inner: ShardedEngine) -> None:
+    def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
         self.sums: dict[tuple[int, int], Tensor] = {}
         self._rows: list[str] = []
@@ -249,7 +249,7 @@ class Leading:
 class Following:
     """The second training's step, which ends by taking over the outputs of the first training's mechanism."""
 
-    def __init__(self, step: Step, engine: ShardedEngine, leader: Leading, leaders_engine: ShardedEngine) -> None:
+    def __init__(self, step: Step, engine: Engine, leader: Leading, leaders_engine: Engine) -> None:
         self._step, self._engine, self._leader, self._leaders = step, engine, leader, leaders_engine
         self.released: dict[str, list[tuple[float, float]]] = {}
 

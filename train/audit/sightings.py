@@ -11,7 +11,7 @@ from torch import Tensor
 from murmuration.train.audit.canaries import Coordinates
 from murmuration.train.distributed.ranks import Ranks, by_copy
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedEngine
+from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround
 from murmuration.train.noise.update import Update
 
 
@@ -52,7 +52,7 @@ class Sightings:
 class WatchedEngine(EngineAround):
     """Shows each finished update to a watcher."""
 
-    def __init__(self, inner: ShardedEngine) -> None:
+    def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
         self.watcher: Sightings | None = None
 

@@ -3,7 +3,8 @@ weight.
 
 The backward pass keeps the operands of each weight gradient. They yield the norms of all records, the norms yield the
 clip factors, and only then is one product per weight computed, with the factors inside: the clipped sum costs as much
-as an ordinary weight gradient. There is no second forward pass, and no per-record gradient in memory.
+as an ordinary weight gradient. There is no second forward pass, and no per-record gradient is kept that takes more
+memory than `HOLD` allows.
 """
 
 from __future__ import annotations

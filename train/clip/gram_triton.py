@@ -336,7 +336,7 @@ def gram(
     left: Tensor, right: Tensor, part: int, bounds: tuple[float, float, float, float], summed: bool = False
 ) -> tuple[Tensor, ...]:
     """left [B, T, rows], right [B, T, columns] -> three tensors [B] in fp64: Σ (AAᵀ ∘ GGᵀ); its error bound, from
-    `bounds` (`norms.Bounds`); and the summed lengths |a||g|. If `summed`, a fourth, [B, rows] in fp32: the sum of
+    `bounds` (`kernels.Bounds`); and the summed lengths |a||g|. If `summed`, a fourth, [B, rows] in fp32: the sum of
     `left` over a record's tokens.
 
     `part`, a power of two from 16 on, is the number of columns over which tensor cores accumulate.

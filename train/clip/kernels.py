@@ -1,5 +1,5 @@
-"""The clip engine's GPU kernels, for a device that has them. Each has a fallback in plain PyTorch, of which some builds
-come without Triton. What adds to the totals is found in `sums.py`, so whoever audits the step need not read these."""
+"""The clip engine's GPU kernels, for a device that has them. Each has a fallback in plain PyTorch, since some builds
+lack Triton. `sums.py` finds what adds to the totals, so an auditor who trusts the self-test need not read these."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from murmuration.train.clip.groups import GroupError, Grouping, groups_of, share
 UNIT_ROUNDOFF = 2.0**-24
 # The reference engine adds squares in fp32 along rows of at most this many elements, which is a relative error below
 # 9.8e-4; the book-keeping engine's norms may be short by 5e-3, half of what squares may be wrong by
-# (`accumulator.TOLERANCE`); factors are rounded once. C is lowered by this much more.
+# (`norms.TOLERANCE`); factors are rounded once. C is lowered by this much more.
 LONGEST_ROW = 1 << 15
 FACTOR_ROUNDING = 6.1e-3
 # Clipped gradients of at most this many records are added up in fp32; the sums of these are added up in fp64.
@@ -41,8 +41,8 @@ def rounding_allowance(micro_batch: int) -> float:
     chain of b fp32 additions, one for each record, of terms with total norm S: it errs by at most S·b·u/(1-b·u), here
     S = b·C with every gradient aligned; the stretches of both worlds may err in opposite directions. A product of
     matrices also adds up the tokens of each record, b·T rows in all. What additions do to the sum of a record's own
-    tokens is bounded for certain: it is part of the doubt of its norm (`norms.Bounds.added`), and a record in doubt is
-    kept out of the product (`accumulator`). That tokens are added to what other records have summed to is not, but
+    tokens is bounded for certain: it is part of the doubt of its norm (`kernels.Bounds.added`), and a record in doubt
+    is kept out of the product (`accumulator`). That tokens are added to what other records have summed to is not, but
     counted as independent: by √(b·T)·u of S. At b = 128 and T = 257 that is 1.4e-3·C, or 2.0e-3·C for the two worlds
     together, where the chain allows for 1.9e-3·C and FACTOR_ROUNDING for 1e-3·C beside norms and own tokens. Half of
     the latter, WINDOW_ROUNDING, is what fp32 windows may add where the totals themselves are sharded. Of records with

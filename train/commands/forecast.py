@@ -71,9 +71,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured_noise_rate() -> float:
-    from murmuration.train.noise.aes import NOISE_CHUNK, NoiseMechanism
+    from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
 
-    mechanism = NoiseMechanism(b"p" * 32, 1.0, 1.0)
+    mechanism = AESNoise(b"p" * 32, 1.0, 1.0)
     mechanism.draw(0, 0, 0, NOISE_CHUNK)
     began = time.perf_counter()
     mechanism.draw(1, 0, 0, NOISE_CHUNK)

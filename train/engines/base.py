@@ -34,7 +34,7 @@ class AppliedUpdate:
     elements: int
 
 
-class ShardedEngine(Protocol):
+class Engine(Protocol):
     device: torch.device
     model: nn.Module
     """The model, which returns per-record losses. Calling it is a collective operation where the parameters themselves
@@ -85,7 +85,7 @@ class ShardedEngine(Protocol):
 class EngineAround:
     """Base of engines that do one thing differently: everything else is forwarded to the inner engine."""
 
-    def __init__(self, inner: ShardedEngine) -> None:
+    def __init__(self, inner: Engine) -> None:
         self.inner = inner
         self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
         self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned

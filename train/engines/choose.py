@@ -11,7 +11,7 @@ from murmuration.train.config.section import RecipeError
 
 if TYPE_CHECKING:
     from murmuration.train.distributed.ranks import Ranks
-    from murmuration.train.engines.base import ShardedEngine
+    from murmuration.train.engines.base import Engine
     from murmuration.train.engines.forward import PlainForward, PrivateForward
     from murmuration.train.optim.base import FlatOptimizer
 
@@ -71,7 +71,7 @@ def start_ranks(engine: str, shard_over: int | None = None) -> Ranks:
 
 def make_engine(
     engine: EngineSettings, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, ranks: Ranks
-) -> ShardedEngine:
+) -> Engine:
     if engine.name == "local":
         from murmuration.train.engines.local import LocalEngine
 

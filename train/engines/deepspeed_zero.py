@@ -30,14 +30,11 @@ from murmuration.train.config.root import ZeroOptimization
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.distributed.shards import (
-    Fragment,
-    whole_parameters,  # fmt: skip
-)
+from murmuration.train.distributed.shards import Fragment, whole_parameters
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, modes_of
 from murmuration.train.engines.deepspeed_cpu import make_ready
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
-from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices  # fmt: skip
+from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.adam import AdamW, Kernel

@@ -20,14 +20,14 @@ from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.classifier import Classifier
 from murmuration.train.clip.rows import slot_mean
 from murmuration.train.config.section import RecipeError
-from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.engines.base import Engine, evaluating
 from murmuration.train.noise.metrics import MetricRelease
 
 MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]
 
 
 class HeldOutAccuracy:
-    def __init__(self, engine: ShardedEngine, release: MetricRelease) -> None:
+    def __init__(self, engine: Engine, release: MetricRelease) -> None:
         if engine.partitioned:
             raise RecipeError(
                 "accuracy on held-out records needs the whole model, which this engine shards; use ZeRO 0, 1 or 2"

@@ -22,7 +22,7 @@ from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.rows import slot_losses
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.engines.base import Engine, evaluating
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.optim.base import BEFORE
 
@@ -33,7 +33,7 @@ class LossProbes:
     """`probes` says which steps measure."""
 
     def __init__(
-        self, engine: ShardedEngine, release: MetricRelease, ranks: Ranks, probes: Callable[[int], bool]
+        self, engine: Engine, release: MetricRelease, ranks: Ranks, probes: Callable[[int], bool]
     ) -> None:  # fmt: skip
         if engine.partitioned:
             raise RecipeError("privacy.loss_probes needs the whole model, which this engine shards; use ZeRO 0, 1 or 2")
@@ -74,7 +74,7 @@ class LossProbes:
         return slot_losses(model, batch.inputs, len(batch.present)).double()
 
 
-def weights_before(engine: ShardedEngine, ranks: Ranks) -> dict[str, Tensor]:
+def weights_before(engine: Engine, ranks: Ranks) -> dict[str, Tensor]:
     """Every trained parameter as it was before the optimizer's last step, on every rank. All ranks call this
     together."""
     starts, size = {}, 0

@@ -11,7 +11,6 @@ from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import read, shown
 
 SHARES = ("top-1", "accuracy", "mIoU", "box AP", "mask AP")
-PLOT = "compare.svg"
 Axis = Literal["epsilon", "parameters", "batch", "records"]
 AXES: dict[Axis, str] = {
     "epsilon": "ε", "parameters": "parameters of the model", "batch": "expected batch of its private training",

@@ -11,7 +11,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,8 +246,3 @@ def _digest(model: nn.Module) -> str:
     for name, tensor in model.state_dict().items():
         told.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
     return told.hexdigest()
-
-
-def digest_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

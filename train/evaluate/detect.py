@@ -25,6 +25,7 @@ from murmuration.train.evaluate.coco_objects import Instance, Objects, annotatio
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session
+from murmuration.train.storage.checkpoint_read import hash_of
 
 DETECTIONS = "detections.json"
 SMALLEST = 1.0
@@ -106,8 +107,8 @@ def run_detect(session: Session, train: Chosen, test: Chosen, settings: DetectSe
         )
     side, classes = session.model.shape.image_size, len(learnt.categories)
     told = asdict(settings.training) | {
-        "side": side, "categories": classes, "objects_sha256": dense.digest_of_file(learnt_from),
-        "test_objects_sha256": dense.digest_of_file(scored_by),
+        "side": side, "categories": classes, "objects_sha256": hash_of(learnt_from),
+        "test_objects_sha256": hash_of(scored_by),
     }  # fmt: skip
     result = session.result("detect", told, {"train": train, "test": test})
     dense.seen_whole(result)

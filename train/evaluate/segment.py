@@ -29,6 +29,7 @@ from murmuration.train.evaluate.detect import dense_settings
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session
+from murmuration.train.storage.checkpoint_read import hash_of
 
 INFO = "objectInfo150.txt"
 SCALES = (0.5, 2.0)
@@ -216,5 +217,5 @@ def _digest(marks: dict[int, Path]) -> str:
     """Of the names and contents of all files."""
     told = hashlib.sha256()
     for record, path in marks.items():
-        told.update(f"{record} {path.name} {dense.digest_of_file(path)}\n".encode())
+        told.update(f"{record} {path.name} {hash_of(path)}\n".encode())
     return told.hexdigest()

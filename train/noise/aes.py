@@ -68,7 +68,7 @@ class Noise(Protocol):
         ...
 
 
-class NoiseMechanism:
+class AESNoise:
     """Cryptographic noise: anyone who cannot break AES-256 cannot distinguish it from true randomness."""
 
     generator = "aes-256-ctr"
@@ -95,12 +95,12 @@ class NoiseMechanism:
         return 0.0
 
     @staticmethod
-    def of(key: bytes | StepKey, plan: PrivacyPlan) -> NoiseMechanism:
-        return NoiseMechanism(key, plan.noise_std, plan.divisor)
+    def of(key: bytes | StepKey, plan: PrivacyPlan) -> AESNoise:
+        return AESNoise(key, plan.noise_std, plan.divisor)
 
     @staticmethod
-    def of_metric(key: bytes | StepKey, metric: PlannedMetric, plan: PrivacyPlan) -> NoiseMechanism:
-        return NoiseMechanism(key, metric.std, plan.divisor)
+    def of_metric(key: bytes | StepKey, metric: PlannedMetric, plan: PrivacyPlan) -> AESNoise:
+        return AESNoise(key, metric.std, plan.divisor)
 
     def chunks(
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64

@@ -16,7 +16,7 @@ from torch import Tensor
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise, in_groups
 
 
@@ -25,7 +25,7 @@ class CorrelatedNoise:
 
     grid = 0.0
 
-    def __init__(self, draws: NoiseMechanism | ChaChaNoise, matrix: BandedNoise, first: int) -> None:
+    def __init__(self, draws: AESNoise | ChaChaNoise, matrix: BandedNoise, first: int) -> None:
         """`first`: the first step of the segment. Its keys draw nothing for the steps before."""
         self._draws, self._matrix, self._first = draws, matrix, first
 

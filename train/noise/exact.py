@@ -10,7 +10,7 @@ whole, so [S/G] + [Y] = [[S/G] + Y]: the release is a function of [S/G] + Y, the
 numbers. Whatever holds for that holds for every function of it: for samples, compositions and groups, at every ε and δ.
 So the accountant (PLD, or any other) is asked about the Gaussian with σ / (1 + g), and nothing else needs a proof.
 This is why the noise is a rounded Gaussian and not the discrete one of Canonne, Kamath and Steinke (2020): the proved
-guarantee for that one is its RDP, from which ε is some percent larger, and which says nothing about groups.
+guarantee for that one is its RDP, from which ε is a few percent larger, and which says nothing about groups.
 
 Why [Y] is drawn exactly. Bits of AES-256 in counter mode are assumed to be random, as for all noise here. The bits of
 one counter are the first bits of two numbers U, V in [0, 1) with infinitely many; Box-Muller turns these into two
@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, fits_grid
 from murmuration.data.draw.poisson import StepKey, by_step
-from murmuration.train.noise.aes import BLOCK_BYTES, CHUNK_BLOCKS, NoiseMechanism, Scratch
+from murmuration.train.noise.aes import BLOCK_BYTES, CHUNK_BLOCKS, AESNoise, Scratch
 
 UNIT = 2.0**-53
 """Largest relative error of one rounding to fp64."""
@@ -45,7 +45,7 @@ MOST_STD = 2.0**44
 WORD = 64
 
 
-class ExactNoise(NoiseMechanism):
+class ExactNoise(AESNoise):
     """N(0, std²) in multiples of the grid, rounded to whole ones: each is one draw, keyed like any other noise here.
 
     The grid is the largest power of two that is at most `fineness` times `std`: where C adapts, the grid follows.
@@ -118,7 +118,7 @@ class ExactNoise(NoiseMechanism):
     @staticmethod
     def draw_bits(key: bytes, level: int, step: int, parameter: int, block: int) -> bytes:
         """Bits 64·level to 64·level + 63 of both uniforms of a block."""
-        cipher = NoiseMechanism(_level_key(key, level), 1.0, 1.0)
+        cipher = AESNoise(_level_key(key, level), 1.0, 1.0)
         return cipher._keystream(step, parameter, block, 1).update(bytes(BLOCK_BYTES))
 
 

@@ -19,7 +19,7 @@ from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlanError, P
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import sum_on_grid
 
 STEPS_TO_BOUND = 30
@@ -37,7 +37,7 @@ class MetricRelease:
 
     def __init__(
         self, key: bytes | StepKey, plan: PrivacyPlan, ranks: Ranks,
-        make: Callable[[bytes | StepKey, PlannedMetric, PrivacyPlan], NoiseMechanism] = NoiseMechanism.of_metric,
+        make: Callable[[bytes | StepKey, PlannedMetric, PrivacyPlan], AESNoise] = AESNoise.of_metric,
     ) -> None:  # fmt: skip
         if plan.metrics and plan.divisor > MOST_RECORDS / 2:
             raise PlanError(
@@ -107,7 +107,7 @@ class MetricRelease:
         }
 
 
-def _noised(total: Tensor, noise: NoiseMechanism, step: int, index: int) -> float:
+def _noised(total: Tensor, noise: AESNoise, step: int, index: int) -> float:
     drawn = noise.draw(step, index, 0, 1, np.float64)
     return float(sum_on_grid(total, torch.from_numpy(drawn), noise.grid) if noise.grid else total[0] + float(drawn[0]))
 

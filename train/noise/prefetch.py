@@ -17,7 +17,7 @@ from torch import Tensor
 
 from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import NoiseMechanism, in_chunks
+from murmuration.train.noise.aes import AESNoise, in_chunks
 from murmuration.train.noise.correlated import CorrelatedNoise
 
 MOST_BYTES = 1 << 30
@@ -31,7 +31,7 @@ class NoiseAhead:
     """
 
     def __init__(
-        self, mechanism: NoiseMechanism | CorrelatedNoise, fragments: Sequence[Fragment], threads: int = 1,
+        self, mechanism: AESNoise | CorrelatedNoise, fragments: Sequence[Fragment], threads: int = 1,
         most_bytes: int = MOST_BYTES, pool: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self._mechanism, self._fragments = mechanism, fragments

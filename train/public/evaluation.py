@@ -27,7 +27,7 @@ from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.engines.base import Engine, evaluating
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
 from murmuration.train.recipe.held_out import LOSS, SIGNAL
 from murmuration.train.recipe.ready_phase import ReadyPhase
@@ -35,7 +35,7 @@ from murmuration.train.recipe.ready_phase import ReadyPhase
 SIGNAL_RECORDS = 256
 
 
-def whole_model(phase: ReadyPhase, engine: ShardedEngine) -> nn.Module:
+def whole_model(phase: ReadyPhase, engine: Engine) -> nn.Module:
     """A model that each rank can call on its own, as often as its own outputs require. Calls of a partitioned model are
     collective, so its weights are copied into a whole one."""
     if not engine.partitioned:
@@ -85,7 +85,7 @@ def layer_of(parameter: str) -> str:
 
 class PublicEvaluator:
     def __init__(
-        self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
+        self, phase: ReadyPhase, engine: Engine, ranks: Ranks, micro_batch: int, mask_key: bytes,
         clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
         precision: Precision = "fp32",
     ) -> None:  # fmt: skip

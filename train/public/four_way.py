@@ -25,10 +25,10 @@ from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.engines.base import Engine, evaluating
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward, PrivateForward
-from murmuration.train.noise.aes import NoiseMechanism
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.schedule import learning_rate
@@ -40,7 +40,7 @@ MARKED = "NOT PRIVATE: a study on public data"
 # No gradient of a model that trains is longer; sums of gradients this long still have room in fp32.
 UNREACHED = 1e12
 POINTS = 10
-MakeEngine = Callable[[EngineSettings, PrivateForward | PlainForward, FlatOptimizer, Ranks], ShardedEngine]
+MakeEngine = Callable[[EngineSettings, PrivateForward | PlainForward, FlatOptimizer, Ranks], Engine]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _one(
         b"four-way sampling".ljust(32), b"four-way digest".ljust(32), phase.index.records, threshold
     )
     std = study.noise_multiplier * study.norm if variant.noise else 0.0
-    noise = NoiseMechanism(b"four-way noise".ljust(32), std, divisor)
+    noise = AESNoise(b"four-way noise".ljust(32), std, divisor)
     reader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text,
         augment_key=b"a" * 32, mask_key=b"m" * 32, dropout_key=b"d" * 32,
@@ -203,7 +203,7 @@ def _measured_on(phase: ReadyPhase, study: Study, ranks: Ranks, micro_batch: int
     return list(iterate(reader, rows, 0))
 
 
-def _loss(batches: list[MicroBatch], engine: ShardedEngine, ranks: Ranks) -> float:
+def _loss(batches: list[MicroBatch], engine: Engine, ranks: Ranks) -> float:
     with evaluating(engine.model):
         there = (batch.to(engine.device) for batch in batches)
         return public_loss(there, lambda batch: engine.model(batch.inputs), ranks)

@@ -18,7 +18,7 @@ from murmuration.data.batch.reader import BatchReader, iterate
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import ShardedEngine, evaluating
+from murmuration.train.engines.base import Engine, evaluating
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
 from murmuration.train.public.curvature import Curvature, PublicLoss, Vector, inner, measure
 from murmuration.train.public.evaluation import whole_model
@@ -45,7 +45,7 @@ class MonitorReading(NamedTuple):
 
 class LossMonitor:
     def __init__(
-        self, phase: ReadyPhase, engine: ShardedEngine, ranks: Ranks, micro_batch: int, mask_key: bytes,
+        self, phase: ReadyPhase, engine: Engine, ranks: Ranks, micro_batch: int, mask_key: bytes,
         clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
         assert phase.monitored is not None and phase.settings.monitor is not None

@@ -30,6 +30,7 @@ from murmuration.accounting.plan import (
     draws_for,
     parse_delta,
     rate_of,
+    turns_for,
 )
 from murmuration.accounting.scale_table import ScaleTable
 from murmuration.accounting.tan import stand_in
@@ -505,7 +506,7 @@ def make_plan(
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
             sigma = known.noise_multiplier
         if sigma is None:
-            turns = -(-phase.steps // (privacy.bands * slots))
+            turns = turns_for(phase.steps, privacy.bands, slots)
             together = calibrate_sigma(rate_of(threshold, slots), turns, privacy.epsilon, delta, slots=slots)
             sigma = _share_of_gradient(enlarged(together, growth), metrics)
         plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]

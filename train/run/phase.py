@@ -26,7 +26,7 @@ from murmuration.train.config.phase import SolvedHead
 from murmuration.train.config.privacy import Privacy
 from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward, PrivateForward
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
@@ -254,7 +254,7 @@ def _prove(
 
 
 def watching_of(
-    run: RunContext, phase: ReadyPhase, engine: ShardedEngine, derive: Derive,
+    run: RunContext, phase: ReadyPhase, engine: Engine, derive: Derive,
     clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
 ) -> Watching:  # fmt: skip
     """What is measured on public records at checkpoints."""
@@ -267,7 +267,7 @@ def watching_of(
 
 
 def trainer_of(
-    run: RunContext, phase: ReadyPhase, step: Step, engine: ShardedEngine, pace: Pace, watching: Watching,
+    run: RunContext, phase: ReadyPhase, step: Step, engine: Engine, pace: Pace, watching: Watching,
     plan: PrivacyPlan | None, clip_bound: float | None, done: int, list_unusable: Callable[[], None] = lambda: None,
     rate: ProbedRate | None = None,
 ) -> Trainer:  # fmt: skip
@@ -313,12 +313,12 @@ def settle(model: nn.Module, settings: SolvedHead | None, noise: float = 0.0) ->
         head.settle(noise, given.ridge, given.feature_norm, given.balanced)
 
 
-def _restore(loaded: Loaded | None, resumed: bool, engine: ShardedEngine, carry: Carry) -> None:
+def _restore(loaded: Loaded | None, resumed: bool, engine: Engine, carry: Carry) -> None:
     if loaded is not None:
         loaded.restore_optimizer(engine) if resumed else carry_over(loaded, engine, carry)
 
 
-def carry_over(loaded: Loaded, engine: ShardedEngine, how: Carry) -> None:
+def carry_over(loaded: Loaded, engine: Engine, how: Carry) -> None:
     """Takes over the optimizer state from the end of the phase before. Learning rates start anew in any case.
 
     Bu et al. (2402.18752) hand AdamW over with its first moment zeroed: it points where public gradients led, while

@@ -25,7 +25,7 @@ from murmuration.train.clip.precision import Precision, autocast
 from murmuration.train.config.phase import Mixing
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.base import AppliedUpdate, EngineAround, ShardedEngine
+from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update, UpdateError
 from murmuration.train.recipe.read_options import reading_options
 from murmuration.train.recipe.ready_phase import ReadyPhase
@@ -99,7 +99,7 @@ class MixingEngine(EngineAround):
     """The phase's engine, which mixes a public gradient into each update."""
 
     def __init__(
-        self, inner: ShardedEngine, gradient: PublicGradient, weight: Callable[[int], float],
+        self, inner: Engine, gradient: PublicGradient, weight: Callable[[int], float],
         close: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         if inner.partitioned:
@@ -108,7 +108,7 @@ class MixingEngine(EngineAround):
         self._gradient, self._weight, self._close = gradient, weight, close
 
     @staticmethod
-    def of(run: RunContext, phase: ReadyPhase, batch: float, inner: ShardedEngine, key: bytes) -> MixingEngine:
+    def of(run: RunContext, phase: ReadyPhase, batch: float, inner: Engine, key: bytes) -> MixingEngine:
         mixing, index = phase.settings.mixing, phase.mixed
         assert mixing is not None and index is not None
         ranks, steps = run.ranks, phase.settings.steps

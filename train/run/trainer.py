@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor, MonitorReading
@@ -60,7 +60,7 @@ class Trainer:
     """Everything that one phase needs is built already; `run` is only the loop."""
 
     def __init__(
-        self, phase: ReadyPhase, step: Step, engine: ShardedEngine, ranks: Ranks, board: Board, pace: Pace,
+        self, phase: ReadyPhase, step: Step, engine: Engine, ranks: Ranks, board: Board, pace: Pace,
         saving: Saving, watching: Watching, ending: Ending, *, log_every: int, clip_bound: float | None,
         budget: float | None, spent: Callable[[], float | None],
     ) -> None:  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from murmuration.accounting.errors import RunError
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.self_test.probes import SyntheticRecords
 
 
@@ -16,7 +16,7 @@ class RoomError(RunError, RuntimeError):
     """The device has too little memory for what it was asked to hold."""
 
 
-def require_room(engine: ShardedEngine, records: SyntheticRecords, micro_batch: int, ranks: Ranks) -> None:
+def require_room(engine: Engine, records: SyntheticRecords, micro_batch: int, ranks: Ranks) -> None:
     """Tries a synthetic micro-batch. If one rank has no room for it, every rank names the largest that fits all."""
     if _fits(engine, records, micro_batch, ranks):
         return
@@ -35,7 +35,7 @@ def too_large(micro_batch: int, device: torch.device, fitting: int = 0) -> RoomE
     return RoomError(f"a micro-batch of {micro_batch} records does not fit into {_memory(device)}; {fix}")
 
 
-def _fits(engine: ShardedEngine, records: SyntheticRecords, size: int, ranks: Ranks) -> bool:
+def _fits(engine: Engine, records: SyntheticRecords, size: int, ranks: Ranks) -> bool:
     fits = True
     try:
         engine.accumulate(records.batch(size, seed=ranks.rank).to(engine.device))

@@ -24,7 +24,7 @@ from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.distributed.ranks import Ranks, by_copy
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.base import ShardedEngine, digests_of, evaluating
+from murmuration.train.engines.base import Engine, digests_of, evaluating
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
 from murmuration.train.self_test.probes import Capture, Push, SyntheticRecords, arrived_evenly
@@ -56,7 +56,7 @@ class SelfTestReport:
 
 
 def self_test(
-    engine: ShardedEngine, clip: ClipEngine, noise: Noise, ranks_per_copy: int, records: SyntheticRecords,
+    engine: Engine, clip: ClipEngine, noise: Noise, ranks_per_copy: int, records: SyntheticRecords,
     micro_batch: int, ranks: Ranks,
 ) -> SelfTestReport:  # fmt: skip
     """`noise` has the planned standard deviation and divisor, but the self-test's key. `ranks_per_copy`: neighbours
@@ -91,7 +91,7 @@ def self_test(
 
 
 def _records_are_bounded(
-    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords, ranks: Ranks
+    engine: Engine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords, ranks: Ranks
 ) -> float:
     """Checks that records do not affect one another and that none moves the sum by more than C; returns how far the
     worst one moves it."""
@@ -105,7 +105,7 @@ def _records_are_bounded(
 
 
 def _noise_is_as_planned(
-    engine: ShardedEngine, clip: ClipEngine, noise: Noise, absent: MicroBatch, ranks_per_copy: int, ranks: Ranks
+    engine: Engine, clip: ClipEngine, noise: Noise, absent: MicroBatch, ranks_per_copy: int, ranks: Ranks
 ) -> float:
     """Checks that noise is on every element once, independent, and of the planned sigma; returns the measured one."""
     drawn = [_empty_step(engine, clip, noise, step, absent) for step in range(1, _steps(engine) + 1)]
@@ -115,9 +115,7 @@ def _noise_is_as_planned(
     return sigma
 
 
-def _sums_are_exact(
-    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, ranks_per_copy: int, ranks: Ranks
-) -> float:
+def _sums_are_exact(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks_per_copy: int, ranks: Ranks) -> float:
     """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
     with evaluating(engine.model):  # a path may be dropped for all records; here each weight gets its gradient
         engine.accumulate(batch)
@@ -132,7 +130,7 @@ def _sums_are_exact(
     return seconds
 
 
-def _when_idle(engine: ShardedEngine) -> float:
+def _when_idle(engine: Engine) -> float:
     """The time at which the device has done what it was given."""
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
@@ -156,7 +154,7 @@ def _stop_all(ranks: Ranks, objection: str | None) -> None:
             raise SelfTestError(other)
 
 
-def _coupling(engine: ShardedEngine, few: MicroBatch) -> None:
+def _coupling(engine: Engine, few: MicroBatch) -> None:
     try:
         refuse_coupling(engine.model)
         # On a GPU, a kernel's result may depend on the row in the last bits; on a CPU it does not.
@@ -165,14 +163,14 @@ def _coupling(engine: ShardedEngine, few: MicroBatch) -> None:
         raise SelfTestError(f"records are not independent: {error}") from None
 
 
-def _gradients_are_true(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, plain: nn.Module | None) -> None:
+def _gradients_are_true(engine: Engine, clip: ClipEngine, batch: MicroBatch, plain: nn.Module | None) -> None:
     try:
         check_gradients(clip, engine.model, batch.inputs, batch.present, plain=plain, shapes=engine.shapes)
     except ClipError as error:
         raise SelfTestError(str(error)) from None
 
 
-def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) -> None:
+def _clipping_binds(engine: Engine, clip: ClipEngine, batch: MicroBatch) -> None:
     """Clips one record to a tenth of its own norm: whatever C is, the factor must take effect here."""
     rule, alone = clip.rule, torch.zeros_like(batch.present)
     alone[0] = True
@@ -189,7 +187,7 @@ def _clipping_binds(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch) 
         raise SelfTestError(f"one record moved the sum by {max(ratios):.3f} times the bound; clipping does not hold")
 
 
-def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords) -> float:
+def _hostile(engine: Engine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords) -> float:
     """How far one hostile record moves the sum of its micro-batch, in units of C."""
     without = batch.present.clone()
     without[0] = False
@@ -206,13 +204,13 @@ def _hostile(engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, records
     return max(moves.values())
 
 
-def _steps(engine: ShardedEngine) -> int:
+def _steps(engine: Engine) -> int:
     """Empty steps to draw: at least two, so that they can be compared, and enough to measure sigma."""
     return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
 
 
 def _empty_step(
-    engine: ShardedEngine, clip: ClipEngine, noise: Noise, step: int, absent: MicroBatch
+    engine: Engine, clip: ClipEngine, noise: Noise, step: int, absent: MicroBatch
 ) -> Capture:  # fmt: skip
     engine.accumulate(absent)
     captured = Capture(NoisyUpdate(noise, step, clip.scaling))
@@ -220,7 +218,7 @@ def _empty_step(
     return captured
 
 
-def _every_element_once(engine: ShardedEngine, captured: Capture, ranks_per_copy: int, ranks: Ranks) -> None:
+def _every_element_once(engine: Engine, captured: Capture, ranks_per_copy: int, ranks: Ranks) -> None:
     """Checks that the shards of all ranks tile every parameter: no element without noise, none with two draws."""
     parts = ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
     for covering in ([piece for part in copy for piece in part] for copy in by_copy(parts, ranks_per_copy)):
@@ -235,7 +233,7 @@ def _every_element_once(engine: ShardedEngine, captured: Capture, ranks_per_copy
 
 
 def _measured_sigma(
-    engine: ShardedEngine, drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks
+    engine: Engine, drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks
 ) -> float:  # fmt: skip
     """Measured in empty steps, in which only noise reaches the optimizer."""
     values = [_in_clipped_space(engine, clip, *each) for captured in drawn for each in captured.found]
@@ -249,7 +247,7 @@ def _measured_sigma(
     return measured
 
 
-def _in_clipped_space(engine: ShardedEngine, clip: ClipEngine, fragment: Fragment, values: Tensor) -> Tensor:
+def _in_clipped_space(engine: Engine, clip: ClipEngine, fragment: Fragment, values: Tensor) -> Tensor:
     """Fp64. What the optimizer gets was divided by the scales of the clip engine, if it has any; they are multiplied
     onto it again in the way in which gradients are."""
     if clip.scaling is None:
@@ -280,7 +278,7 @@ def _streams_differ(drawn: list[Capture], ranks_per_copy: int, ranks: Ranks) -> 
         raise SelfTestError("the same noise was drawn for different elements or steps")
 
 
-def _all_trained(engine: ShardedEngine, gradients: Capture, ranks: Ranks) -> None:
+def _all_trained(engine: Engine, gradients: Capture, ranks: Ranks) -> None:
     moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
     reached = set().union(*ranks.gather(moved))
     declared = set(engine.shapes)
@@ -290,7 +288,7 @@ def _all_trained(engine: ShardedEngine, gradients: Capture, ranks: Ranks) -> Non
 
 
 def _sum_is_the_sum(
-    engine: ShardedEngine, clip: ClipEngine, batch: MicroBatch, gradients: Capture, ranks_per_copy: int,
+    engine: Engine, clip: ClipEngine, batch: MicroBatch, gradients: Capture, ranks_per_copy: int,
     ranks: Ranks,
 ) -> None:  # fmt: skip
     """Compares the engine's reduction over micro-batches and ranks with the clip engine's sums: no mean, no scale."""
@@ -316,7 +314,7 @@ def _nothing_left(captured: Capture) -> None:
             raise SelfTestError(f"{fragment.name} keeps a gradient from the previous step")
 
 
-def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tensor], ranks: Ranks) -> None:
+def _weights_move(engine: Engine, absent: MicroBatch, weights: list[Tensor], ranks: Ranks) -> None:
     """Checks that one step at a real learning rate moves every element; then restores the weights, on every rank."""
     _agree(ranks, lambda: _forget_moments(engine))  # so that the first moment shows the gradient that arrived
     engine.accumulate(absent)
@@ -336,7 +334,7 @@ def _weights_move(engine: ShardedEngine, absent: MicroBatch, weights: list[Tenso
     engine.update(PlainUpdate(batch=1), learning_rate=0.0)
 
 
-def _unchanged(engine: ShardedEngine, before: dict[str, str]) -> None:
+def _unchanged(engine: Engine, before: dict[str, str]) -> None:
     after = fingerprint(engine)
     if after.keys() != before.keys():
         raise SelfTestError(
@@ -348,7 +346,7 @@ def _unchanged(engine: ShardedEngine, before: dict[str, str]) -> None:
             raise SelfTestError(f"the self-test changed the weights ({name}); the optimizer moves at learning rate 0")
 
 
-def _forget_moments(engine: ShardedEngine) -> None:
+def _forget_moments(engine: Engine) -> None:
     engine.set_optimizer_step(0)
     if engine.optimizer_step() or any(bool(t.any()) for shard in engine.shards() for t in shard.state.values()):
         raise SelfTestError("the self-test left something in the optimizer's state")
@@ -361,7 +359,7 @@ def _norm(gradients: Iterable[Tensor]) -> float:
 # The weights during a self-test: nothing hides behind zeros, and afterwards they are unchanged, bit for bit.
 
 
-def fill_zeros(engine: ShardedEngine, absent: MicroBatch, ranks: Ranks) -> None:
+def fill_zeros(engine: Engine, absent: MicroBatch, ranks: Ranks) -> None:
     """Gives matrices that are all zeros fixed numbers, until `put_back`.
 
     A classifier's head starts at zero, and so does a LoRA's second matrix: the layers before them get no gradient, so
@@ -383,14 +381,14 @@ def fill_zeros(engine: ShardedEngine, absent: MicroBatch, ranks: Ranks) -> None:
     engine.update(PlainUpdate(batch=1), learning_rate=0.0)
 
 
-def put_back(engine: ShardedEngine, weights: list[Tensor]) -> None:
+def put_back(engine: Engine, weights: list[Tensor]) -> None:
     """Restores the shards; the model gets them with the next update."""
     with torch.no_grad():
         for shard, kept in zip(engine.shards(), weights, strict=True):
             shard.weights.copy_(kept)
 
 
-def fingerprint(engine: ShardedEngine) -> dict[str, str]:
+def fingerprint(engine: Engine) -> dict[str, str]:
     """Digests of the model as it computes, and of this rank's shards."""
     tensors = engine.whole_weights()
     tensors |= {f"shard {i}": shard.weights.detach() for i, shard in enumerate(engine.shards())}

@@ -26,7 +26,7 @@ from torch import Tensor
 from murmuration.accounting.durable import sync
 from murmuration.accounting.strict_json import parse
 from murmuration.train.distributed.ranks import Ranks, on_all, raised_on_all_ranks
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.storage.checkpoint_read import FIXED, FORMAT, WEIGHTS, CheckpointError, Loaded, Position, hash_of
 from murmuration.train.storage.public_times import PublicTimes
 
@@ -163,14 +163,14 @@ class Checkpoints:
         return self.folder / ".latest.tmp"
 
     def save(
-        self, position: Position, engine: ShardedEngine, ranks_per_copy: int, header: dict[str, Any],
+        self, position: Position, engine: Engine, ranks_per_copy: int, header: dict[str, Any],
         mark: Callable[[str], None] = lambda digest: None,
     ) -> str:  # fmt: skip
         """Saves a checkpoint and returns its manifest's digest; the checkpoint is durable when it returns."""
         self.begin(position, engine, ranks_per_copy, header)
         return self.settle(mark, {})
 
-    def begin(self, position: Position, engine: ShardedEngine, ranks_per_copy: int, header: dict[str, Any]) -> None:
+    def begin(self, position: Position, engine: Engine, ranks_per_copy: int, header: dict[str, Any]) -> None:
         """Copies what is to be saved; weights may change as soon as this returns. A position is written once."""
         assert self.pending is None, "one checkpoint at a time"
         temporary = self.folder / f".{position.folder}.tmp"
@@ -371,7 +371,7 @@ class Checkpoints:
         return Loaded.open(folder / entries[0].folder, entries[0].manifest_sha256) if entries else None
 
 
-def _tensors_of(engine: ShardedEngine, whole: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def _tensors_of(engine: Engine, whole: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """Copies of this rank's shards, and of the tensors in `whole` that are not trained."""
     tensors: dict[str, Tensor] = {}
     for shard in engine.shards():

@@ -15,7 +15,7 @@ from torch import Tensor
 from murmuration.accounting.certificate.weights import AVERAGED, tensor_digest
 from murmuration.accounting.errors import REFUSED, RunError
 from murmuration.accounting.strict_json import JsonError, parse
-from murmuration.train.engines.base import ShardedEngine
+from murmuration.train.engines.base import Engine
 from murmuration.train.optim.base import AVERAGE
 
 FORMAT = "murmuration-checkpoint/1"
@@ -119,7 +119,7 @@ class Loaded:
                 found[AVERAGED + name] = mean
         return found
 
-    def restore_optimizer(self, engine: ShardedEngine, but: Sequence[str] = ()) -> None:
+    def restore_optimizer(self, engine: Engine, but: Sequence[str] = ()) -> None:
         """`but`: state that is not read."""
         engine.set_optimizer_step(self.manifest["optimizer_step"])
         for shard in engine.shards():
