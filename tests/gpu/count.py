@@ -337,14 +337,14 @@ def standardised_stand_in(count: Count) -> Any:
         count.add(sum(map(touched, (written, direction, found))), "", 0, 2 * touched(written))
         return found
 
-    def squares(found: Tensor, scale: Tensor, inverse: Tensor, eps: float, elements: int) -> Tensor:
+    def squares(found: Tensor, scale: Tensor, level: Tensor, size: Tensor, elements: int) -> Tensor:
         count.add(touched(found), "", 0)
         return torch.empty(2, found.shape[1], dtype=torch.float64, device=GPU)
 
     def back(gradients: Tensor, direction: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         found = torch.empty(gradients.shape, dtype=dtype, device=GPU)
-        read = touched(gradients) + touched(direction)
-        count.add(read + touched(found), "", 0, 3 * read + touched(found))
+        loaded = 3 * touched(gradients) + 2 * len(gradients) * touched(direction)
+        count.add(touched(gradients) + touched(direction) + touched(found), "", 0, loaded + touched(found))
         return found
 
     return kernels.StandardisedKernels(sums, squares, back)

@@ -355,15 +355,16 @@ def compiled_as(kernel: Any, constants: dict[str, Any], kinds: dict[str, str], w
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize(("channels", "positions"), [(2, 3136), (64, 49)])
+@pytest.mark.parametrize(("channels", "positions"), [(2, 3136), (64, 49), (1, 1)])
 def test_the_backward_pass_of_a_group_norm_compiles_without_spilling(
     channels: int, positions: int, wanted: bool
 ) -> None:
-    """At the first and the last stage of a ResNet-50."""
+    """At the first and the last stage of a ResNet-50; and where a number is 1, which is then a constant."""
     from murmuration.train.clip.group_norm_triton import WARPS, _backward, tile
 
     at_once, along = tile(channels, positions)
     constants = {"WANTED": wanted, "CHANNELS": at_once, "POSITIONS": along}
+    constants |= {name: 1 for name, size in (("channels", channels), ("positions", positions)) if size == 1}
     pointers = ("x", "gradient", "mean", "inverse", "weight", "below", "scale", "shift")
     compiled = compiled_as(_backward, constants, dict.fromkeys(pointers, "*fp32"), WARPS)
     assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED[80]
@@ -377,8 +378,8 @@ def test_sums_over_standardised_rows_compile_with_places_of_64_bits() -> None:
     sums = compiled_as(_sums, {"ALONG": ALONG}, pointers)
     squares = compiled_as(
         _squares,
-        {"EPS": 1e-8, "TINY": 1.2e-38, "ROWS": 1024},
-        {"found": "*fp64", "scale": "*fp32", "inverse": "*fp32", "out": "*fp64"},
+        {"TINY": 1.2e-38, "ROWS": 1024},
+        {"found": "*fp64", "scale": "*fp32", "level": "*fp64", "size": "*fp64", "out": "*fp64"},
     )
     back = compiled_as(
         _back, {"BLOCK": 1024}, {"gradient": "*fp32", "direction": "*fp32", "scale": "*fp32", "out": "*fp64"}
@@ -386,6 +387,9 @@ def test_sums_over_standardised_rows_compile_with_places_of_64_bits() -> None:
     for compiled in (sums, squares, back):
         code = compiled.asm["ptx"]
         assert ".local" not in code and ("add.f64" in code or "add.rn.f64" in code)
+    # A number that is 1 at run time is a constant of the kernel.
+    for alone in ({"rows": 1}, {"elements": 1}, {"rows": 1, "elements": 1}):
+        compiled_as(_sums, {"ALONG": ALONG} | alone, pointers)
     strided = re.findall(r"arith\.muli .* : i32\b", sums.asm["ttir"])
     assert not strided, "a record's place is its number times its size"
 

@@ -40,6 +40,20 @@ class Pictures(nn.Module):
         return self.norm(rows).unflatten(0, (len(x), -1))
 
 
+class InHalf(nn.Module):
+    """Scales and shifts in the type of the input, as timm has them where a norm is to be fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.group, self.layer = nn.Linear(5, 6), nn.GroupNorm(2, 4), nn.LayerNorm(6)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = self.first(inputs["x"])
+        half = [parameter.to(x.dtype) for parameter in (*self.group.parameters(), *self.layer.parameters())]
+        normal = F.group_norm(x, 2, *half[:2])
+        return F.layer_norm(normal, (6,), *(each.to(normal.dtype) for each in half[2:])).square().flatten(1).mean(1)
+
+
 def without(name: str) -> nn.Module:
     norm = nn.GroupNorm(2, 4)
     norm.get_parameter(name).requires_grad_(False)
@@ -71,3 +85,15 @@ def test_clipped_sums_are_those_of_plain_autograd(name: str) -> None:
     clip.prepare(model)
     totals, _ = summed(clip, model, [(inputs, everyone)], double=True)
     assert max(relative_error({each: totals[each]}, {each: expected[each]}) for each in expected) <= 1e-9
+
+
+def test_weights_may_be_cast_to_halves_with_their_input() -> None:
+    torch.manual_seed(0)
+    model, x = InHalf(), torch.randn(6, 4, 5)
+    everyone = torch.ones(6, dtype=torch.bool)
+    found = []
+    for precision in ("bf16", "fp32"):
+        clip = BookKeepingClip(rule_of("flat", 0.1), precision)
+        clip.prepare(model)
+        found.append(summed(clip, model, [({"x": x}, everyone)])[0])
+    assert relative_error(found[0], {name: total.double() for name, total in found[1].items()}) <= 0.03

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from murmuration.train.clip.norms import STRIPS_FROM, gram_is_cheaper, measure, measure_affine
+from murmuration.train.clip.norms import (
+    KERNEL_PART,
+    PART,
+    STRIPS_FROM,
+    chain,
+    cut_off,
+    gram_is_cheaper,
+    measure,
+    measure_affine,
+)
 from murmuration.train.clip.per_record import Dense, OuterProduct, squared_length
 
 
@@ -50,6 +59,13 @@ def test_every_doubt_holds_what_additions_do_to_the_sum_of_a_record_s_own_tokens
     assert torch.allclose(found.square.sqrt(), torch.tensor(length).double(), rtol=1e-6)
     error = tokens * torch.finfo(torch.float32).eps * length
     assert found.doubt is not None and bool((found.doubt >= (2 * length + error) * error).all())
+
+
+def test_what_is_measured_without_the_kernel_is_within_its_bound() -> None:
+    """Where a weight is used twice, the kernel's bound also stands for what the uses have in common."""
+    unit = torch.finfo(torch.float32).eps / 2
+    assert PART > KERNEL_PART
+    assert all(chain(width, unit) <= cut_off(width) for width in (*range(1, 2 * PART + 2), 768, 32768, 50257))
 
 
 @pytest.mark.parametrize("lengths", [True, False])

@@ -183,6 +183,18 @@ def test_the_jacobian_is_autograd_s(rows: int, elements: int, eps: float, gain: 
     assert float(square) == pytest.approx(float(expected.square().sum()), abs=1e-12 * float(before))
 
 
+@pytest.mark.parametrize("eps", [1e-8, 1e-6, 1e-3])
+@pytest.mark.parametrize(("level", "spread"), [(1000.1, 0.0), (0.3, 0.0), (100.0, 0.01), (7.7, 1e-5), (0.0, 0.0)])
+def test_a_row_that_is_nearly_constant_has_the_norm_of_what_is_added(level: float, spread: float, eps: float) -> None:
+    """Rounding leaves it a mean, along which gradients may lie."""
+    draw = torch.Generator().manual_seed(0)
+    by = Standardisation.of(level + spread * torch.randn(1, 3, 64, generator=draw), None, eps)
+    for gradient in (torch.ones(3, 64), by.direction + 1, torch.randn(3, 64, generator=draw)):
+        square, whole = by.squares(by.row_sums(gradient[None].double()))
+        added = by.back(gradient[None].double()).square().sum()
+        assert abs(float(square) - float(added)) <= 1e-9 * float(whole)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     elements=st.sampled_from([3, 64, 147, 513, 521, 1153, 2304]), drowned=st.sampled_from([0.0, 1.0, 30.0, 1e4, 1e7]),

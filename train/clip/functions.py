@@ -29,6 +29,10 @@ class Affine:
     bias: Tensor | None
     report: Callable[[Any, Tensor], None]
 
+    def of_type(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Both as they are now: where weights are sharded, their data is elsewhere between the passes."""
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
     def tell(self, activation: Tensor | Standardised, gradient: Tensor) -> None:
         """Reports both operands. Handling them is not a use of a parameter, so the tracker need not see it."""
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
@@ -116,7 +120,7 @@ class LayerNorm(Function):
         together: LayerNormBackward | None,
     ) -> Tensor:  # fmt: skip
         del anchor
-        out, mean, inverse = torch.native_layer_norm(x, shape, layer.weight, layer.bias, eps)
+        out, mean, inverse = torch.native_layer_norm(x, shape, *layer.of_type(x.dtype), eps)
         ctx.layer, ctx.shape, ctx.together = layer, shape, together
         ctx.save_for_backward(x, mean, inverse)
         return out
@@ -130,7 +134,7 @@ class LayerNorm(Function):
             below, sums = ctx.together(x, gradient, mean, inverse, layer.weight, ctx.needs_input_grad[1])
         elif ctx.needs_input_grad[1]:
             below = torch.ops.aten.native_layer_norm_backward(
-                gradient, x, ctx.shape, mean, inverse, layer.weight, layer.bias, [True, False, False]
+                gradient, x, ctx.shape, mean, inverse, *layer.of_type(x.dtype), [True, False, False]
             )[0]
         layer.tell(Standardised(x, mean, inverse, sums), gradient)
         return None, below, None, None, None, None
@@ -145,9 +149,7 @@ class GroupNorm(Function):
     ) -> Tensor:  # fmt: skip
         del anchor
         x, (rows, channels), positions = x.contiguous(), x.shape[:2], x.shape[2:].numel()
-        out, mean, inverse = torch.native_group_norm(
-            x, layer.weight, layer.bias, rows, channels, positions, groups, eps
-        )
+        out, mean, inverse = torch.native_group_norm(x, *layer.of_type(x.dtype), rows, channels, positions, groups, eps)
         ctx.layer, ctx.extent, ctx.together = layer, (rows, channels, positions, groups), together
         ctx.save_for_backward(x, mean, inverse)
         return out
@@ -161,7 +163,7 @@ class GroupNorm(Function):
             below, sums = ctx.together(x, gradient, mean, inverse, layer.weight, ctx.needs_input_grad[1])
         elif ctx.needs_input_grad[1]:
             below = torch.ops.aten.native_group_norm_backward(
-                gradient, x, mean, inverse, layer.weight, *ctx.extent, [True, False, False]
+                gradient, x, mean, inverse, layer.of_type(x.dtype)[0], *ctx.extent, [True, False, False]
             )[0]
         layer.tell(Standardised(x, mean, inverse, sums), gradient)
         return None, below, None, None, None, None

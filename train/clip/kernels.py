@@ -86,7 +86,7 @@ class StandardisedKernels(NamedTuple):
     """What `standardised.py` does with gradients of many elements."""
 
     sums: Callable[[Tensor, Tensor], Tensor]
-    squares: Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
+    squares: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
     back: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 

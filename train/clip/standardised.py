@@ -3,12 +3,12 @@
 w' = γ·ŵ with ŵ = (w - mean)/√(var + ε). All records share the weight, and hence the Jacobian J of this map. For a row
 of n elements
 
-    Jᵀg = γ/√(var + ε) · (g - mean(g) - mean(g·ŵ)·ŵ).
+    Jᵀg = γ/√(var + ε) · (g' - mean(g'·ŵ)·ŵ) with g' = g - mean(g).
 
-It scales a row, and takes away what lies along ones and along ŵ, which are at right angles to each other. So the norm
-of a record's gradient with respect to w follows from three sums over each row of its gradient with respect to w'
-(`Standardisation.row_sums`). Since Jᵀ is linear, the clipped sum is Jᵀ of the clipped sum for w', which is one product
-like that of any other layer.
+It scales a row, and takes away what lies along ones and then along ŵ. So the norm of a record's gradient with respect
+to w follows from three sums over each row of its gradient with respect to the standardised weight
+(`Standardisation.row_sums`). Since Jᵀ is linear, the clipped sum is Jᵀ of the clipped sum for that weight, which is one
+product like that of any other layer.
 
 Rounding. Let h be g with its rows scaled, |h| ≥ |Jᵀg| the size before anything is taken away, and κ = |h|/|Jᵀg|, both
 over all parameters that are clipped together.
@@ -58,19 +58,16 @@ FEWER, LARGEST = 4, 8.0
 
 @dataclass(frozen=True)
 class Standardisation:
-    """The Jacobian. `direction` is ŵ, [rows, elements of one]; `inverse` is 1/√(var + ε), and `scale` γ times that,
-    [rows]. So |ŵ|² is n·(1 - ε·inverse²) over the n elements of a row."""
+    """The Jacobian. `direction` is ŵ, [rows, elements of one]; `scale` is γ/√(var + ε), [rows]."""
 
     direction: Tensor
     scale: Tensor
-    inverse: Tensor
-    eps: float
 
     @staticmethod
     def of(weight: Tensor, gain: Tensor | None, eps: float) -> Standardisation:
         """`weight` is [1, rows, elements of one], as `batch_norm` takes it."""
         direction, _, inverse = torch.native_batch_norm(weight, None, None, None, None, True, 0.0, eps)
-        return Standardisation(direction[0], inverse if gain is None else inverse * gain, inverse, eps)
+        return Standardisation(direction[0], inverse if gain is None else inverse * gain)
 
     @property
     def shape(self) -> torch.Size:
@@ -100,16 +97,21 @@ class Standardisation:
         return torch.stack([lengths.square().sum(-1), ones.sum(-1), inner.sum(-1)])
 
     def squares(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """`row_sums` -> [B] in fp64: the squared lengths of Jᵀg, and of g with its rows scaled."""
+        """`row_sums` -> [B] in fp64: the squared lengths of Jᵀg, and of g with its rows scaled.
+
+        With ŵ as it was rounded: where a row is nearly constant, its mean is not 0.
+        """
         kernel, elements = kernels.standardised(sums.device), self.shape[1]
+        level = self.direction.sum(1, dtype=torch.float64) / elements
+        size = torch.linalg.vector_norm(self.direction, dim=1, dtype=torch.float64).square() / elements
         if kernel is not None:
-            left, whole = kernel.squares(sums, self.scale, self.inverse, self.eps, elements)
+            left, whole = kernel.squares(sums, self.scale, level, size, elements)
             return left, whole
         squares, ones, inner = sums
-        scale = self.scale.double().square()
+        inner, scale = inner - ones * level, self.scale.double().square()
         # A square below the smallest number of fp32 may have vanished, and its row's scale may lift it.
         whole = squares + torch.finfo(torch.float32).tiny * elements
-        left = whole - (ones.square() + (1 + self.eps * self.inverse.double().square()) * inner.square()) / elements
+        left = whole - (ones.square() + (2 - size) * inner.square()) / elements
         return (left * scale).sum(1), (whole * scale).sum(1)
 
 

@@ -16,7 +16,7 @@ ALONG = 512
 
 
 @triton.jit
-def _sums(written, direction, found, records, rows, elements, ALONG: tl.constexpr):  # pyright: ignore
+def _sums(written, direction, found, rows, elements, ALONG: tl.constexpr):  # pyright: ignore
     """Each program handles one row of one record."""
     row, record = tl.program_id(0), tl.program_id(1).to(tl.int64)
     base = written + (record * rows + row) * elements
@@ -28,10 +28,10 @@ def _sums(written, direction, found, records, rows, elements, ALONG: tl.constexp
         squares += tl.sum(value * value, 0).to(tl.float64)
         ones += tl.sum(value, 0).to(tl.float64)
         inner += tl.sum(value * tl.load(along + place, mask=place < elements, other=0.0), 0).to(tl.float64)
-    place = found + record * rows + row
+    place, beyond = found + record * rows + row, tl.num_programs(1).to(tl.int64) * rows
     tl.store(place, squares)
-    tl.store(place + records.to(tl.int64) * rows, ones)
-    tl.store(place + 2 * records.to(tl.int64) * rows, inner)
+    tl.store(place + beyond, ones)
+    tl.store(place + 2 * beyond, inner)
 
 
 def sums(written: Tensor, direction: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ def sums(written: Tensor, direction: Tensor) -> Tensor:
     found = torch.empty(3, records, rows, dtype=torch.float64, device=written.device)
     with torch.cuda.device_of(written):
         _sums[(rows, records)](
-            written.contiguous(), direction.contiguous(), found, records, rows, elements, ALONG=ALONG  # pyright: ignore
+            written.contiguous(), direction.contiguous(), found, rows, elements, ALONG=ALONG  # pyright: ignore
         )  # fmt: skip
     return found
 
 
 @triton.jit
 def _squares(  # pyright: ignore
-    found, scale, inverse, out, rows, elements, EPS: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr
+    found, scale, level, size, out, rows, elements, TINY: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Each program handles one record."""
     record, records = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -57,25 +57,25 @@ def _squares(  # pyright: ignore
         row = first + tl.arange(0, ROWS)
         there, place = row < rows, found + record * rows + row
         factor = tl.load(scale + row, mask=there, other=0.0).to(tl.float64)
-        level = tl.load(inverse + row, mask=there, other=0.0).to(tl.float64)
+        mean, kept = tl.load(level + row, mask=there, other=0.0), 2.0 - tl.load(size + row, mask=there, other=0.0)
         square = tl.load(place, mask=there, other=0.0) + TINY * elements
         ones = tl.load(place + records * rows, mask=there, other=0.0)
-        inner = tl.load(place + 2 * records * rows, mask=there, other=0.0)
-        taken = square - (ones * ones + (1.0 + EPS * level * level) * inner * inner) / elements
+        inner = tl.load(place + 2 * records * rows, mask=there, other=0.0) - ones * mean
+        taken = square - (ones * ones + kept * inner * inner) / elements
         left += tl.where(there, taken * factor * factor, 0.0)
         whole += tl.where(there, square * factor * factor, 0.0)
     tl.store(out + record, tl.sum(left, 0))
     tl.store(out + records + record, tl.sum(whole, 0))
 
 
-def squares(found: Tensor, scale: Tensor, inverse: Tensor, eps: float, elements: int) -> Tensor:
-    """`sums` [3, B, rows], and of each row its scale and 1/√(var + ε) -> fp64 [2, B]: the squared lengths of Jᵀg, and
-    of g with its rows scaled."""
+def squares(found: Tensor, scale: Tensor, level: Tensor, size: Tensor, elements: int) -> Tensor:
+    """`sums` [3, B, rows], and of each row its scale, ŵ's mean and the mean of ŵ² -> fp64 [2, B]: the squared lengths
+    of Jᵀg, and of g with its rows scaled."""
     _, records, rows = found.shape
     out = torch.empty(2, records, dtype=torch.float64, device=found.device)
     with torch.cuda.device_of(found):
         _squares[(records,)](
-            found.contiguous(), scale, inverse, out, rows, elements, EPS=eps,  # pyright: ignore
+            found.contiguous(), scale, level, size, out, rows, elements,
             TINY=torch.finfo(torch.float32).tiny, ROWS=min(1024, triton.next_power_of_2(rows)),  # pyright: ignore
         )  # fmt: skip
     return out
