@@ -63,7 +63,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             group.mkdir(parents=True, exist_ok=True)
             (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
             names.add(group.name)
-        subprocess.run([*prepare, "index", str(folder / name)], check=True, env=environment())
+        # By contents: a step is made again only on records that are known to be the same.
+        subprocess.run([*prepare, "index", str(folder / name), "--contents"], check=True, env=environment())
     write_texts(folder / "texts", [str(sample.caption) for sample in shape_samples(8, 600, 32)])
     (folder / "classes.txt").write_text("\n".join(sorted(names)) + "\n")
     (folder / "excluded.txt").write_text(min(names) + "\n")
