@@ -79,7 +79,9 @@ def _phase(recipe: str, phase: dict[str, Any], data: Path, runs: Path) -> dict[s
     once = phase.get("steps") == 1
     found |= {"epochs": None, "steps": 1 if once else PRIVATE_STEPS if private else PUBLIC_STEPS}
     batch = found["data.expected_records"] if once else EXPECTED
-    found |= {"privacy.expected_batch": batch} if private else {"batch": 24}
+    # A hundredth of the toy texts is a handful.
+    public = round(phase["data"].get("public_fraction", 1.0) * RECORDS.get(_records_for(phase), 200))
+    found |= {"privacy.expected_batch": batch} if private else {"batch": min(24, public // 2)}
     if private and phase["privacy"].get("noise"):
         found |= {"privacy.noise.bands": BANDS}
     schedule = phase["schedule"]
