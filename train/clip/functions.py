@@ -6,7 +6,7 @@ a leaf that makes every such layer part of the graph, even where its input needs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from murmuration.train.clip.kernels import NormBackward
 from murmuration.train.clip.sums import products
 
 
@@ -103,21 +104,15 @@ class Standardised(NamedTuple):
     x: Tensor
     mean: Tensor
     inverse: Tensor
-    sums: tuple[Tensor, Tensor] | None = None
+    sums: Sequence[Tensor] | None = None
     """Each record's gradients of scale and shift, where one kernel computes all."""
-
-
-# (x, output gradient, mean, inverse, weight, whether x needs a gradient) -> gradient of x, and `Standardised.sums`
-LayerNormBackward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor | None, tuple[Tensor, Tensor]]
-]
 
 
 class LayerNorm(Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, anchor: Tensor, x: Tensor, shape: list[int], eps: float, layer: Affine,
-        together: LayerNormBackward | None,
+        together: NormBackward | None,
     ) -> Tensor:  # fmt: skip
         del anchor
         out, mean, inverse = torch.native_layer_norm(x, shape, *layer.of_type(x.dtype), eps)
@@ -131,7 +126,8 @@ class LayerNorm(Function):
         layer = ctx.layer
         below, sums = None, None
         if ctx.together is not None:
-            below, sums = ctx.together(x, gradient, mean, inverse, layer.weight, ctx.needs_input_grad[1])
+            wanted = ctx.needs_input_grad[1]
+            below, *sums = ctx.together(x, gradient, mean, inverse, layer.weight, wanted=wanted)
         elif ctx.needs_input_grad[1]:
             below = torch.ops.aten.native_layer_norm_backward(
                 gradient, x, ctx.shape, mean, inverse, *layer.of_type(x.dtype), [True, False, False]
@@ -145,7 +141,7 @@ class GroupNorm(Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, anchor: Tensor, x: Tensor, groups: int, eps: float, layer: Affine, together: LayerNormBackward | None
+        ctx: Any, anchor: Tensor, x: Tensor, groups: int, eps: float, layer: Affine, together: NormBackward | None
     ) -> Tensor:  # fmt: skip
         del anchor
         x, (rows, channels), positions = x.contiguous(), x.shape[:2], x.shape[2:].numel()
@@ -160,7 +156,8 @@ class GroupNorm(Function):
         layer, gradient = ctx.layer, gradient.contiguous()
         below, sums = None, None
         if ctx.together is not None:
-            below, sums = ctx.together(x, gradient, mean, inverse, layer.weight, ctx.needs_input_grad[1])
+            wanted = ctx.needs_input_grad[1]
+            below, *sums = ctx.together(x, gradient, mean, inverse, layer.weight, wanted=wanted)
         elif ctx.needs_input_grad[1]:
             below = torch.ops.aten.native_group_norm_backward(
                 gradient, x, mean, inverse, layer.of_type(x.dtype)[0], *ctx.extent, [True, False, False]

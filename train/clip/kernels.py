@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,57 +29,9 @@ class Bounds(NamedTuple):
 
 
 Gram = Callable[[Tensor, Tensor, int, Bounds, bool], tuple[Tensor, ...]]
-# (…, whether the input's gradient is wanted) -> that gradient, and those of scale and shift
+# (input, its output's gradient, mean, inverse, weight, wanted=…) -> the input's gradient if it is wanted, and each
+# record's or row's of scale and shift
 NormBackward = Callable[..., tuple[Tensor | None, Tensor, Tensor]]
-
-
-def here(device: torch.device) -> bool:
-    return device.type in DEVICES and _triton()
-
-
-@cache
-def _triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def gram(device: torch.device) -> Gram | None:
-    if not here(device):
-        return None
-    from murmuration.train.clip.gram_triton import gram
-
-    return gram
-
-
-def layer_norm_backward(device: torch.device) -> NormBackward | None:
-    if not here(device):
-        return None
-    from murmuration.train.clip.layer_norm_triton import backward
-
-    return backward
-
-
-def group_norm_backward(device: torch.device) -> NormBackward | None:
-    if not here(device):
-        return None
-    from murmuration.train.clip.group_norm_triton import backward
-
-    return backward
-
-
-def scale(device: torch.device) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-    if not here(device):
-        return None
-    from murmuration.train.clip.scale_triton import scale
-
-    return scale
-
-
-def row_sums(device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    if not here(device):
-        return None
-    from murmuration.train.clip.row_sums_triton import row_sums
-
-    return row_sums
 
 
 class StandardisedKernels(NamedTuple):
@@ -90,9 +42,56 @@ class StandardisedKernels(NamedTuple):
     back: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
-def standardised(device: torch.device) -> StandardisedKernels | None:
-    if not here(device):
-        return None
+Kernel = TypeVar("Kernel")
+
+
+@cache
+def _triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _where_it_runs(load: Callable[[], Kernel]) -> Callable[[torch.device], Kernel | None]:
+    """Importing a kernel imports Triton, so it waits for a device that has it."""
+    return lambda device: load() if device.type in DEVICES and _triton() else None
+
+
+@_where_it_runs
+def gram() -> Gram:
+    from murmuration.train.clip.gram_triton import gram
+
+    return gram
+
+
+@_where_it_runs
+def layer_norm_backward() -> NormBackward:
+    from murmuration.train.clip.layer_norm_triton import backward
+
+    return backward
+
+
+@_where_it_runs
+def group_norm_backward() -> NormBackward:
+    from murmuration.train.clip.group_norm_triton import backward
+
+    return backward
+
+
+@_where_it_runs
+def scale() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    from murmuration.train.clip.scale_triton import scale
+
+    return scale
+
+
+@_where_it_runs
+def row_sums() -> Callable[[Tensor, Tensor, int], Tensor]:
+    from murmuration.train.clip.row_sums_triton import row_sums
+
+    return row_sums
+
+
+@_where_it_runs
+def standardised() -> StandardisedKernels:
     from murmuration.train.clip.standardised_triton import back, squares, sums
 
     return StandardisedKernels(sums, squares, back)

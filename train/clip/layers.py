@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from murmuration.train.clip.functions import (
     Geometry,
     GroupNorm,
     LayerNorm,
-    LayerNormBackward,
     Linear,
     Standardised,
     frozen_linear,
@@ -188,7 +188,9 @@ def layer_norm(
 
     x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
     layer = Affine(_value(scale, weight), _value(shift, bias), report)
-    return LayerNorm.apply(tracker.anchor, x, shape, eps, layer, _together(x, tracker.records, math.prod(shape)))
+    kernel = kernels.layer_norm_backward(x.device) if x.dtype.itemsize <= 4 and math.prod(shape) <= WIDEST else None
+    together = None if kernel is None else partial(kernel, records=tracker.records)
+    return LayerNorm.apply(tracker.anchor, x, shape, eps, layer, together)
 
 
 def _scale_and_shift(
@@ -203,21 +205,6 @@ def _scale_and_shift(
         return shifts, shifts
     standard = (normal.x - normal.mean).mul_(normal.inverse)
     return standard.mul_(gradient).reshape(records, -1, *shape).sum(1), shifts
-
-
-def _together(x: Tensor, records: int, width: int) -> LayerNormBackward | None:
-    """One kernel for the whole backward pass, on devices that have it."""
-    kernel = kernels.layer_norm_backward(x.device) if x.dtype.itemsize <= 4 and width <= WIDEST else None
-    if kernel is None:
-        return None
-
-    def backward(
-        x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, wanted: bool
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
-        below, scales, shifts = kernel(x, gradient, mean, inverse, weight, records, wanted)
-        return below, (scales, shifts)
-
-    return backward
 
 
 def group_norm(
@@ -246,34 +233,21 @@ def group_norm(
 
     x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
     layer = Affine(_value(scale, weight), _value(shift, bias), report)
-    return GroupNorm.apply(tracker.anchor, x, num_groups, eps, layer, _group_norm_together(x))
+    together = kernels.group_norm_backward(x.device) if x.dtype.itemsize <= 4 else None
+    return GroupNorm.apply(tracker.anchor, x, num_groups, eps, layer, together)
 
 
 def _of_channels(normal: Standardised, gradient: Tensor, groups: int, scaled: bool) -> tuple[Tensor, Tensor]:
     """[rows, channels]: each row's gradients of both; the scale's only where it is trained."""
     if normal.sums is not None:
-        return normal.sums
+        scales, shifts = normal.sums
+        return scales, shifts
     (rows, channels), within = gradient.shape[:2], (len(gradient), groups, -1)
     shifts = gradient.reshape(rows, channels, -1).sum(2)
     if not scaled:
         return shifts, shifts
     standard = (normal.x.reshape(within) - normal.mean.unsqueeze(2)).mul_(normal.inverse.unsqueeze(2))
     return standard.mul_(gradient.reshape(within)).view(rows, channels, -1).sum(2), shifts
-
-
-def _group_norm_together(x: Tensor) -> LayerNormBackward | None:
-    """One kernel for the whole backward pass, on devices that have it."""
-    kernel = kernels.group_norm_backward(x.device) if x.dtype.itemsize <= 4 else None
-    if kernel is None:
-        return None
-
-    def backward(
-        x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, wanted: bool
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
-        below, scales, shifts = kernel(x, gradient, mean, inverse, weight, wanted)
-        return below, (scales, shifts)
-
-    return backward
 
 
 def rms_norm(

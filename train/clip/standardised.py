@@ -15,7 +15,8 @@ over all parameters that are clipped together.
 
 - The norm. |h|² and both parts that are subtracted are no larger than |h|² each. Each number is added up in fp32 over
   at most ALONG elements and beyond them in fp64, so it errs by ALONG·u of Σ|terms| at most, and the three together by
-  at most 5·ALONG·u·|h|², whichever elements cancel. Jᵀ never lengthens the error of h itself.
+  at most 6·ALONG·u·|h|², whichever elements cancel: 1 for Σg², 2 for (Σg)²/n, and for the last part 2, or 2.6 where ŵ
+  has a mean of its own. Jᵀ never lengthens the error of h itself.
 - The sum. Records are added up in fp32 before Jᵀ, where each has a size of κ·C instead of C; what Jᵀ takes away of the
   sum leaves the rounding of that sum behind. A chain of b additions of terms of size S errs by b·u·b·S, and tokens that
   are added to what other records have summed to by √(b·T)·u·b·S (`rule.rounding_allowance`, which allows for b = 128
@@ -191,4 +192,4 @@ class ViaStandardisation(Through):
 def taken(piece: ViaStandardisation, whole: Tensor, tolerance: float) -> Tensor:
     """[B]: what makes a record's norm doubtful where errors beyond `tolerance` of its square do: both the error of the
     square and, if sizes before anything is taken away exceed LARGEST times those after it, its rounding in the sum."""
-    return max(5 * ALONG * torch.finfo(wide(piece.dtype)).eps / 2, tolerance / LARGEST**2) * whole
+    return max(6 * ALONG * torch.finfo(wide(piece.dtype)).eps / 2, tolerance / LARGEST**2) * whole
