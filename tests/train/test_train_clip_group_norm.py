@@ -63,6 +63,7 @@ def without(name: str) -> nn.Module:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "first": lambda: nn.GroupNorm(4, 4),
     "within": lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(3, 6), nn.GELU(), nn.Conv2d(6, 2, 1)),
+    "no positions": lambda: nn.Sequential(nn.Flatten(1), nn.Linear(4 * 7 * 5, 4), nn.GroupNorm(2, 4)),
     "twice": Twice,
     "rows of a record": Pictures,
     "frozen scale": lambda: without("weight"),

@@ -122,6 +122,23 @@ def test_few_records_are_added_up_before_parts_are_taken_away(monkeypatch: pytes
     assert (records / most) ** 2 >= LARGEST and (records / most) ** 1.5 >= LARGEST
 
 
+def test_parts_are_taken_away_from_a_sum_in_fp64() -> None:
+    """In fp32, they would leave their rounding behind beside that of the sum, for which alone there is an allowance."""
+    seen: dict[str, torch.dtype] = {}
+
+    class Watched(ExactSums):
+        def add(self, name: str, value: Tensor) -> None:
+            seen[name] = value.dtype
+            super().add(name, value)
+
+    case = FOUND_CASES["plain"]
+    model, batch = case.model(torch.float32), case.batch(4, torch.float32)
+    sums = Watched(trainable_shapes(model), torch.device("cpu"))
+    clip_of(model, rule_of("flat", 1.0), NEVER).add_clipped(model, batch, torch.ones(4, dtype=torch.bool), sums)
+    (weight,) = (name for name, shape in trainable_shapes(model).items() if len(shape) == 4)
+    assert seen[weight] == torch.float64
+
+
 @pytest.mark.parametrize("name", ["plain", "gain, padding", "one pixel", "linear", "BiT"])
 def test_no_gradient_goes_through_autograd_record_by_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains are small and may; the weights may not."""

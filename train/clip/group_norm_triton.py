@@ -28,14 +28,14 @@ def tile(channels: int, positions: int) -> tuple[int, int]:
 def _operands(  # pyright: ignore
     x, gradient, line, known, start, positions, middle, spread, POSITIONS: tl.constexpr
 ):  # fmt: skip
-    """A tile's places, which of them are there, the output gradient and the normalised input."""
+    """A tile's places, which of them are there, the output gradient and the normalised input. A place out of range adds
+    0·(0 - mean): nothing, unless the mean is NaN, and then so is all of the group."""
     position = start + tl.arange(0, POSITIONS)
     there = known[:, None] & (position[None, :] < positions)
     place = line[:, None] + position[None, :]
     upstream = tl.load(gradient + place, mask=there, other=0.0).to(tl.float32)
     value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-    # A place out of range would add 0·(0 - mean): nothing, unless the mean is NaN.
-    return place, there, upstream, tl.where(there, (value - middle) * spread, 0.0)
+    return place, there, upstream, (value - middle) * spread
 
 
 @triton.jit
