@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from murmuration.data.synthetic.index import shape_samples
@@ -90,7 +91,7 @@ def claim_of(run_dir: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def vip(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run_dir = tmp_path_factory.mktemp("vip") / "run"
-    changes = TINY | TINY_MAE | synthetic_stage() | private_records(data, 1)
+    changes = TINY | TINY_MAE | synthetic_stage(steps=40) | private_records(data, 1)
     code, output = launch("vip/vip_nano.json", run_dir, changes).run()
     assert code == 0, output
     return run_dir, output
@@ -99,8 +100,8 @@ def vip(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str
 def test_vip_warms_up_on_textures_then_trains_within_its_budget(vip: tuple[Path, str]) -> None:
     run_dir, output = vip
     losses, public = curve(run_dir, "synthetic", "loss"), curve(run_dir, "private", "public_loss")
-    # Single batches of few pictures, warming up: the last one may be a hard one.
-    assert min(losses[1:]) < losses[0] and public[-1] < public[0]
+    # A batch is of 32 pictures: its loss is off by a tenth, that of ten batches by .03; what is learned is .15.
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) and public[-1] < public[0]
     claim = claim_of(run_dir)
     assert claim["private"] and 7.9 < claim["epsilon"] <= 8.0, "calibrated to its budget, and spent"
     assert len(opened_steps(run_dir)) == 6 and "verified" in output
