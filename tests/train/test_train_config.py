@@ -316,3 +316,23 @@ def test_numbers_that_no_accountant_can_use_end_in_one_sentence(tmp_path: Path, 
     path.write_text(json.dumps(BASE))
     assert main(["--config", str(path), "--dry-run", "--set", override]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+# Compiled blocks
+
+
+def test_blocks_are_compiled_only_where_something_runs_compiled(loaded: Callable[..., Config]) -> None:
+    compiled = put("run.compile", "blocks")
+    assert loaded(compiled).run.compile == "blocks"
+    assert loaded(compiled, put("run.engine", "fsdp2"), put("zero_optimization.stage", 3)).run.compile == "blocks"
+
+    def private_alone(raw: dict[str, Any]) -> None:
+        del raw["phases"][0]
+
+    for change, named in (
+        (private_alone, "no phase here trains without it"),
+        (put("zero_optimization.stage", 3), "ZeRO-3"),
+        (put("model.drop_path", 0.1), "model.drop_path"),
+        (put("model.dropout", 0.1), "model.dropout"),
+    ):
+        assert named in refusal(loaded, compiled, change)

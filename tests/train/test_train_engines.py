@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from murmuration.model.build import Objective, build
 from murmuration.train.config.root import ZeroOptimization
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import by_copy
-from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.engines.choose import EngineSettings, require_compiler
+from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.fsdp2 import parts_of
 from murmuration.train.engines.mesh import require_whole_copies
 from murmuration.train.engines.shard_map import DIGIT, ShardMapError, prove_numbering, row_slices
+from murmuration.train.self_test.probes import synthetic_batch
+from tests.support.parity_models import SHAPE
 
 SHAPES = {"one row": (1, 4), "matrix": (7, 3), "vector": (5,), "cube": (4, 2, 3), "even": (6, 2)}
 
@@ -148,3 +156,43 @@ def test_ranks_that_leave_part_of_a_copy_are_refused() -> None:
     require_whole_copies(5, None)
     with pytest.raises(RecipeError, match="12 ranks cannot be divided into copies of 8 ranks each; set it to a number"):
         require_whole_copies(12, 8)
+
+
+# Compiled blocks of public phases
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption"])
+def test_blocks_of_one_kind_are_compiled_once_and_nothing_else_is(
+    objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    shape = replace(SHAPE, encoder=replace(SHAPE.encoder, depth=3))
+    batch = synthetic_batch(shape, objective, 4, 0)
+    model = build(shape, objective)
+    plain, compiled = PlainForward(model), PlainForward(deepcopy(model), compiled=True)
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(2):
+        expected = plain(batch.inputs, batch.present)
+        expected.backward()
+        found = compiled(batch.inputs, batch.present)
+        found.backward()
+        assert torch.allclose(found, expected, rtol=1e-6)
+        for (name, one), (_, other) in zip(plain.named_parameters(), compiled.named_parameters(), strict=True):
+            if one.grad is None or other.grad is None:
+                assert one.grad is other.grad, name
+            else:
+                assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7), name
+    assert dict(counters["frames"]) == {"total": 2, "ok": 2}, "the encoder's blocks and the decoder's"
+    torch._dynamo.reset()
+
+
+def test_without_a_compiler_compiling_is_refused_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RecipeError, match=r'run.compile = "blocks" needs a C\+\+ compiler, and g\+\+ is not on'):
+        require_compiler()
+    monkeypatch.setenv("CXX", sys.executable)  # a path of its own
+    require_compiler()

@@ -110,6 +110,12 @@ class Run(Keeping):
         "replay gives the same bits; with an adaptive clip norm they are not. A recording keeps the memory of a "
         "micro-batch for itself.",
     )
+    compile: Literal["off", "blocks"] = Field(
+        default="off",
+        description="blocks: in phases without privacy, the model's repeated blocks run under torch.compile, which "
+        "takes a minute or two at the start and can be faster on a GPU. A private step never does: clipping must see "
+        "every use of a weight.",
+    )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."
     )
@@ -271,6 +277,27 @@ class Config(Section):
                 raise ValueError(
                     f"phase {phase.name!r} has {named}, which needs whole weights; use DeepSpeed at a stage below 3"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_can_be_compiled(self) -> Config:
+        if self.run.compile == "off":
+            return self
+        if all(phase.privacy is not None for phase in self.phases if phase.trains):
+            raise ValueError(
+                f'run.compile = "{self.run.compile}" is for phases without privacy, and no phase here trains without '
+                "it; leave it out"
+            )
+        if self.run.engine == "deepspeed" and self.zero_optimization.stage == 3:
+            raise ValueError(
+                f'run.compile = "{self.run.compile}": ZeRO-3 gathers weights inside the blocks, where compiled code '
+                'cannot run; use another stage, or run.engine = "fsdp2"'
+            )
+        if self.model.dropout or self.model.drop_path:
+            raise ValueError(
+                f'run.compile = "{self.run.compile}": with model.dropout or model.drop_path, blocks differ, and most '
+                "of them would not be compiled; leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")

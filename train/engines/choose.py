@@ -3,6 +3,8 @@ the libraries of the others."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -83,3 +85,13 @@ def make_engine(
     from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine
 
     return DeepSpeedEngine(forward, optimizer, engine.zero, engine.micro_batch, ranks)
+
+
+def require_compiler() -> None:
+    """torch.compile writes C++ for a processor, and what launches its kernels for a GPU."""
+    named = os.environ.get("CXX", "g++")
+    if shutil.which(named) is None:
+        raise RecipeError(
+            f'run.compile = "blocks" needs a C++ compiler, and {named} is not on the PATH; install it (Debian/Ubuntu: '
+            'apt-get install g++), or set run.compile to "off"'
+        )

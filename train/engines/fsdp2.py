@@ -32,7 +32,7 @@ from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, digests_of, modes_of
-from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.engines.forward import PlainForward, PrivateForward, repeated_blocks, require_fp32
 from murmuration.train.engines.mesh import Mesh, require_whole_copies
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
@@ -129,21 +129,11 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     parts = []
-    for block in _blocks(model):
+    for block in repeated_blocks(model):
         own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
         if own and all(uses[parameter] == count for parameter, count in own.items()):
             parts.append(block)
     return [*parts, model]
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    kinds = [type(child) for child in module.children()]
-    chain = isinstance(module, nn.Sequential) and len(kinds) > 1 and len(set(kinds)) == 1
-    for child in module.children():
-        if (chain or isinstance(module, nn.ModuleList)) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield child
-        else:
-            yield from _blocks(child)
 
 
 def start_ranks(shard_over: int | None = None) -> Ranks:

@@ -57,6 +57,7 @@ from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.engines.choose import require_compiler
 from murmuration.train.optim.choose import width_factors
 from murmuration.train.recipe import pixels
 from murmuration.train.recipe.held_out import HeldOut, usable
@@ -234,6 +235,8 @@ def _identity(name: str, index: RecordIndex, public: bool, keyed: bool) -> dict[
 
 
 def prepare(config: Config) -> list[ReadyPhase]:
+    if config.run.compile == "blocks":
+        require_compiler()
     shape = resolve_shape(config)
     classes = class_list(config, shape.head.classes)
     phases: list[ReadyPhase] = []

@@ -163,7 +163,8 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
         engine = make_engine(
-            EngineSettings.of(config), PlainForward(model, config.run.precision),
+            EngineSettings.of(config),
+            PlainForward(model, config.run.precision, compiled=config.run.compile == "blocks"),
             make_optimizer(
                 settings.optimizer, model.named_parameters(), 0.0, WidthFactors.of(settings.optimizer, model)
             ),

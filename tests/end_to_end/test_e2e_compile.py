@@ -1,0 +1,43 @@
+"""`run.compile`: the blocks of a public phase run under torch.compile, those of the private phase after it do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from murmuration.accounting.certificate.certificate import verify
+from tests.support.launching import Launch
+from tests.support.runs import final_weights
+
+Make = Callable[..., tuple[Launch, Path]]
+
+
+def public_losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["phase"] != "private" and "loss" in line]
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_a_compiled_public_phase_trains_the_same_weights(
+    launch: Make, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+
+    def compiled(config: dict[str, Any]) -> None:
+        config["run"] |= {"compile": "blocks", "engine": engine}
+
+    job, run_dir = launch("compiling", compiled, launcher="deepspeed" if engine == "deepspeed" else "torchrun")
+    code, output = job.run()
+    assert code == 0, output
+    assert list((tmp_path / "compiled").rglob("*.py")), "what the compiler wrote"
+    whole, _ = finished
+    assert public_losses(run_dir) == pytest.approx(public_losses(whole), rel=1e-5)
+    found, expected = final_weights(run_dir), final_weights(whole)
+    # Fused operations round otherwise.
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+    assert verify(run_dir).epsilon == verify(whole).epsilon
