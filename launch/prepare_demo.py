@@ -49,8 +49,9 @@ def declare(commands: Any) -> None:
         "channel, which makes shapes harder to make out (default: 6)",
     )
     demo.add_argument(
-        "--workers", type=int, default=min(os.cpu_count() or 1, _MOST_WORKERS), help="processes (default: one per core)"
-    )
+        "--workers", type=int, default=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
+        help="processes (default: one per core)",
+    )  # fmt: skip
     demo.add_argument("--force", action="store_true", help="replace folders made with other settings")
 
 

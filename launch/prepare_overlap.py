@@ -40,7 +40,10 @@ def declare(commands: Any) -> None:
         "--by-unit", action="store_true",
         help="leave out all records of a unit of the index with any of them; only for runs whose data.unit it is",
     )  # fmt: skip
-    overlap.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    overlap.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)),
+        help="processes (default: one per core)",
+    )  # fmt: skip
 
 
 def _overlap(arguments: argparse.Namespace) -> int:

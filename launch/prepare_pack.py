@@ -66,7 +66,7 @@ def declare(commands: Any) -> None:
     )  # fmt: skip
     pack.add_argument("--per-shard", type=int, default=1000, help="images in one tar file")
     pack.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="decoding processes (default: all cores)"
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="decoding processes (default: all cores)"
     )
 
 

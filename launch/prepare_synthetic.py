@@ -26,7 +26,10 @@ def declare(commands: Any) -> None:
     synthetic.add_argument("--seed", type=int, default=1, help="another seed gives other pictures")
     synthetic.add_argument("--per-shard", type=int, default=1000, help="records in one tar file")
     synthetic.add_argument("--out", type=Path, required=True, help="folder to make")
-    synthetic.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    synthetic.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)),
+        help="processes (default: one per core)",
+    )  # fmt: skip
     synthetic.add_argument("--device", default="cpu", help="cpu, or cuda to make them on a GPU in one process")
 
 

@@ -243,7 +243,7 @@ def _check_other_words(
             raise CertificateError(f"the certificate's {name} are not a list; restore it")
     left_out = set(deviations_of(history, certificate["format"])) - set(certificate["known_deviations"])
     if left_out:
-        raise CertificateError(f"the certificate leaves out a known deviation: {left_out.pop()}")
+        raise CertificateError(f"the certificate leaves out a known deviation: {min(left_out)}")
     if (fault := fault_of_dates(certificate.get("dates", {}), history.run["started"])) is not None:
         raise CertificateError(f"the certificate's dates {fault}")
     if AMENDS in certificate:

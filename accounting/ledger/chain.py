@@ -105,12 +105,12 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _lock(descriptor, path, wait_seconds, say)
-        if fresh:
-            sync(path.parent)
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
         try:
+            _lock(descriptor, path, wait_seconds, say)
+            if fresh:
+                sync(path.parent)
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
             entries = parse(whole, path.name)
             ledger = cls(path, entries, descriptor)
             if len(whole) != len(content):
@@ -188,7 +188,6 @@ def _lock(descriptor: int, path: Path, wait_seconds: float, say: Callable[[str],
     said = False
     while not try_lock(descriptor):
         if time.monotonic() >= deadline:
-            os.close(descriptor)
             raise LedgerError(
                 f"{path} is in use by another process; wait for that run to stop, or give this one another run.dir"
             )

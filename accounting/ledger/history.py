@@ -310,7 +310,8 @@ class History:
         return found
 
     def without_noise(self) -> frozenset[str]:
-        """Digests of all records that this run used as public: trained on, mixed in, or measured on."""
+        """Digests of all records that this run used as public: trained on, mixed in, or measured on; also those that
+        its first weights owe something to."""
         trained = (digest for manifests in self.public_manifests.values() for digest in manifests)
         return frozenset(trained).union(line.digest for line in self.public_uses if line.use in RECORDS_AS_PUBLIC)
 

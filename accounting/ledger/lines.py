@@ -124,9 +124,9 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling", "released"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling", "released", "earlier"]
 
-RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
+RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing", "earlier")
 """Those of these uses that are of records; their digests are the records'."""
 
 
@@ -151,6 +151,7 @@ PUBLIC_USES = {
     "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
     "mixing": "The records whose gradients were mixed in without noise in",
     "weights": "The weights, without a ledger of ours, that began",
+    "earlier": "The records that earlier runs used without noise, for the weights that began",
     "scaling": "The records of the run whose second moments scaled gradients in",
 }  # fmt: skip
 RELEASED = (

@@ -321,7 +321,7 @@ def _scan_all(work: WorkArea, names: Sequence[str], wanted: Wanted) -> Generator
     places = [work.place(name) for name in names]
     total = sum(place.stat().st_size for place in places if isinstance(place, Path) and place.is_file())
     large = total >= _WORTH_PROCESSES or not all(isinstance(place, Path) for place in places)
-    asked = wanted.workers if wanted.workers is not None else (os.cpu_count() or 1 if large else 1)
+    asked = wanted.workers if wanted.workers is not None else (len(os.sched_getaffinity(0)) if large else 1)
     workers = min(asked, len(names))
     if workers <= 1:
         yield from (_scan_one(work, name, wanted) for name in names)

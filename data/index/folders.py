@@ -282,7 +282,7 @@ def _class_digest(names: list[bytes], sizes: np.ndarray, digests: np.ndarray | N
 def _hash_all(paths: list[Path], progress: Callable[[int, int], None]) -> np.ndarray:
     found = np.zeros((len(paths), _DIGEST_BYTES), dtype=np.uint8)
     progress(0, len(paths))
-    with ThreadPoolExecutor(max(4, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max(4, len(os.sched_getaffinity(0)))) as pool:
         for at, digest in enumerate(pool.map(_hash_file, paths)):
             found[at] = np.frombuffer(digest, dtype=np.uint8)
             progress(at + 1, len(paths))

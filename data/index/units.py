@@ -184,7 +184,7 @@ class UnitTable:
 def group(digests: np.ndarray) -> np.ndarray:
     """The number of each record's unit, int64; units are numbered by their first record. A record that names none is
     a unit of its own."""
-    high, low = (np.ascontiguousarray(half) for half in digests.view("<u8").T)
+    high, low = (np.array(half) for half in digests.view("<u8").T)  # copies, which may be written
     alone = np.flatnonzero((high == 0) & (low == 0))
     low[alone] = alone.astype(np.uint64) + 1  # and a high half of 0, which no hash has but by a chance of 2^-64
     order = np.lexsort((low, high))  # stable: the first record of a unit comes first

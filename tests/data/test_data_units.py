@@ -230,3 +230,8 @@ def test_remote_shards_give_the_same_units(tmp_path: Path) -> None:
         server.shutdown()
         server.server_close()
     assert as_lists(far) == as_lists(near) == [[0, 4], [1, 2], [3]] and far.digest == near.digest
+
+
+@pytest.mark.parametrize("owner", ["one", None])
+def test_a_table_of_a_single_record(tmp_path: Path, owner: str | None) -> None:
+    assert as_lists(table(write_shards(tmp_path, [[owner]]), "own")) == [[0]]

@@ -318,6 +318,11 @@ def test_numbers_that_no_accountant_can_use_end_in_one_sentence(tmp_path: Path, 
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_witness_without_a_name_is_refused(loaded: Callable[..., Config]) -> None:
+    for empty in ("", " "):
+        assert "run.witness is empty" in refusal(loaded, put("run.witness", empty))
+
+
 # Compiled blocks
 
 

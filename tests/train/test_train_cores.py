@@ -13,12 +13,14 @@ import pytest
 
 import murmuration.train.distributed.cores as cores
 from murmuration.train.distributed.cores import Allowance, Group, cpu_quotas, share
+from murmuration.train.planner.micro_batch import main_memory
 
 # One rank: binds itself as srun would bind it, finds the others, and says what it takes.
 RANK = """
 import os, sys
 import torch, torch.distributed as dist
 from murmuration.train.distributed.cores import own_cores
+from murmuration.train.planner.micro_batch import main_memory
 from murmuration.train.distributed.ranks import Ranks
 rank, mask, store = int(sys.argv[1]), {int(core) for core in sys.argv[2].split(",")}, sys.argv[3]
 os.sched_setaffinity(0, mask)
@@ -115,6 +117,18 @@ def test_quotas_of_this_group_and_of_those_around_it(tmp_path: Path) -> None:
     }
     groups = "3:memory:/elsewhere\n2:cpu,cpuacct:/job\n0::/\n"
     assert system(tmp_path / "1", groups, V1, first) == [4]
+
+
+def test_memory_is_limited_by_this_group_and_those_around_it(tmp_path: Path) -> None:
+    """Where Slurm or systemd limits a job: no file at the top of the hierarchy says so."""
+    job = {"sys/fs/cgroup/job/memory.max": "8000000\n", "sys/fs/cgroup/job/step/memory.max": "max\n"}
+    system(tmp_path / "2", "0::/job/step\n", V2.format(shown="/"), job)
+    machine, *limits = main_memory(tmp_path / "2")
+    assert machine > 8e6 and limits == [8e6]
+    first = {"sys/fs/cgroup/memory/job/memory.limit_in_bytes": "7000000\n"}
+    system(tmp_path / "1", "3:memory:/job\n2:cpu,cpuacct:/elsewhere\n0::/\n", V1, first)
+    assert main_memory(tmp_path / "1")[1:] == [7e6]
+    assert len(main_memory(tmp_path / "nowhere")) == 1
 
 
 def test_where_nothing_is_limited_there_is_no_quota(tmp_path: Path) -> None:

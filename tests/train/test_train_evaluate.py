@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -579,3 +581,25 @@ def test_weights_of_other_private_runs_are_told_apart_from_their_own_records(
     assert evaluate(*common, "--data", tmp_path / "records") == 2
     assert "these weights were trained on" in capsys.readouterr().err
     assert evaluate(*common, "--data", world / "test") == 0
+
+
+def test_pictures_whose_names_are_no_text_are_shown(world: Path, tmp_path: Path) -> None:
+    shutil.copytree(world / "test" / "red", tmp_path / "pictures")
+    (tmp_path / "pictures" / "000.png").rename(tmp_path / "pictures" / os.fsdecode(b"\xff.png"))
+    common = ["reconstruct", *published(world, "vip.pth"), "--data", tmp_path / "pictures"]
+    assert evaluate(*common, "--gallery", 9, "--out", tmp_path / "out") == 0
+    assert "\\udcff.png" in (tmp_path / "out" / "result.html").read_text()
+    assert result(tmp_path / "out")["numbers"]
+
+
+def test_a_result_that_lacks_a_part_is_told_in_one_sentence(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["reconstruct", *published(world, "vip.pth"), "--data", world / "test", "--gallery", 0]
+    assert evaluate(*common, "--out", tmp_path / "out") == 0
+    found = result(tmp_path / "out")
+    for numbers in ({"loss": {}}, {"loss": {"value": "1", "low": 0, "high": 1, "n": 3}}, {"loss": 3}, []):
+        (tmp_path / "out" / "result.json").write_text(json.dumps({**found, "numbers": numbers}))
+        capsys.readouterr()
+        assert evaluate("compare", tmp_path / "out") == 2
+        assert "of a result; evaluate again" in capsys.readouterr().err

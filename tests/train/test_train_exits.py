@@ -18,7 +18,7 @@ from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.data.store.place import ShardError, UnreadableError
 from murmuration.data.store.remote import ChangedShardError
 from murmuration.train.clip.rule import ClipError
-from murmuration.train.commands.exits import FROM_THE_START, guarded
+from murmuration.train.commands.exits import FROM_THE_START, complain, guarded
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.stop import Stopped
@@ -75,6 +75,11 @@ def test_each_error_ends_a_command_with_its_code_and_one_sentence(
 
         assert guarded(act, True) == code, kind
         assert capsys.readouterr().err == "error: what is wrong; what to do\n"
+
+
+def test_an_error_without_words_is_told_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complain(TimeoutError()) == BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: TimeoutError")
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])

@@ -17,6 +17,7 @@ from timm.models._hub import save_for_hf
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import build_folder
+from murmuration.data.index.keyed_digest import every_ledger_digest
 from murmuration.evaluation.few_shot import draw_percent, draw_shots
 from murmuration.evaluation.fine_tuning import FineTuneSettings
 from murmuration.train.distributed.ranks import Ranks
@@ -26,6 +27,7 @@ from murmuration.train.evaluate.fine_tune import FineTuning
 from murmuration.train.evaluate.session import Chosen
 from murmuration.train.evaluate.sharing import Sharing
 from murmuration.train.recipe.pixels import NAMED, of_weights
+from murmuration.train.recipe.warm_start import WarmStart
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, saved
 from tests.support.foreign_models import timm_vit
 from tests.support.launching import ROOT, environment
@@ -57,6 +59,8 @@ def test_all_weights_learn_and_the_classifier_can_be_evaluated(world: Path, tmp_
     assert not (out / "fine_tune.pt").exists()
     assert evaluate("classify", out, "--public", "--data", world / "test", "--out", tmp_path / "again") == 0
     assert result(tmp_path / "again")["numbers"] == found
+    seen = WarmStart.at(out).without_noise
+    assert every_ledger_digest(build_folder(world / "train", tmp_path / "index")) & seen, "which no run may protect"
     start = torch.load(world / "vip.pth", weights_only=True)["model"]
     moved = load_file(out / "model.safetensors")
     for name in ("patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.1.mlp.fc2.bias", "norm.weight"):

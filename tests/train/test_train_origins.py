@@ -27,6 +27,7 @@ from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
 from murmuration.train.recipe.warm_start import EXPORTED, WarmStart
+from murmuration.train.run.declare import declare_earlier
 from murmuration.train.storage.provenance import Provenance
 
 PLAN = PrivacyPlan(64, threshold_for(64, 8), 1.0, 2.0, 3, 1 / 128, 8.0)
@@ -46,6 +47,7 @@ def run(
         for origin in start.origins:
             assert journal.declare_origin(origin) and not journal.declare_origin(origin)
         journal.declare_nonprivate(0, "start", public, start.digest)
+        declare_earlier(journal, 0, start)
     journal.declare_plan(1, "private", PLAN, {})
     journal.begin_segment(1, "config", digest, 0, "first")
     more(journal)
@@ -76,6 +78,17 @@ def test_the_certificate_says_what_the_weights_began_from_and_cannot_leave_it_ou
     path.write_text(json.dumps(document))
     with pytest.raises(CertificateError, match="leaves out a known deviation: The weights began from"):
         verify(tmp_path / "b")
+
+
+def test_the_certificate_names_records_that_earlier_runs_used_as_public(tmp_path: Path) -> None:
+    first = run(tmp_path / "a", "one", more=lambda journal: journal.declare_public(1, "mixing", "open"))
+    run(tmp_path / "b", "two", first)
+    history, entries = History.read(tmp_path / "b" / "ledger.jsonl")
+    write(compose(history, entries, {}), tmp_path / "b")
+    assert verify(tmp_path / "b").certified is not None
+    document = json.loads((tmp_path / "b" / "certificate.json").read_text())
+    (said,) = [text for text in document["known_deviations"] if "earlier runs used without noise" in text]
+    assert "digest open" in said and "public by the word of the run's owner" in said
 
 
 def test_an_exported_file_that_was_copied_away_knows_what_it_must_not_meet(tmp_path: Path) -> None:
@@ -182,6 +195,7 @@ def test_records_that_any_run_before_protected_are_refused(tmp_path: Path) -> No
     run(tmp_path / "d", "elsewhere")
     run(tmp_path / "e", "elsewhere", more=lambda journal: journal.declare_nonprivate(2, "after", True, mine))
     run(tmp_path / "f", "elsewhere", more=lambda journal: journal.declare_public(1, "mixing", mine))
+    run(tmp_path / "g", "elsewhere", run(tmp_path / "h", "elsewhere", WarmStart.at(tmp_path / "e")))
     protected = "was trained on the private records of phase 'private'"
     public = "used the records that phase 'private' protects without noise"
     for start, refused in (
@@ -191,6 +205,8 @@ def test_records_that_any_run_before_protected_are_refused(tmp_path: Path) -> No
         ("d", ""),
         ("e", public),
         ("f", public),
+        ("g", public),
+        ("h", public),
     ):
         config = copy.deepcopy(CONFIG)
         config["phases"][0]["data"]["path"] = str(tmp_path / start)

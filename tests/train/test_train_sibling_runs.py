@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from webdataset import TarWriter
@@ -13,6 +14,7 @@ from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.data.index.shard_index import build
 from murmuration.data.store.place import ShardError
+from murmuration.train.storage import sibling_runs
 from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, DataBudgetError, RunLog
 
 
@@ -160,6 +162,40 @@ def test_of_two_runs_that_start_at_once_the_second_sees_the_first(tmp_path: Path
         first.register("a", "private", "first", 2.0, 1e-5)
     thread.join()
     assert refused == [True]
+
+
+def test_a_place_that_is_named_twice_is_one(tmp_path: Path) -> None:
+    """A registry in the index's own folder, there or by a link: the second lock would wait for the first forever."""
+    with TarWriter(str(tmp_path / "000000.tar")) as tar:
+        tar.write({"__key__": "a", "txt": "words", "jpg": b"picture"})
+    index = build(tmp_path)
+    (tmp_path / "link").symlink_to(index.folder)
+    for registry in (index.folder, tmp_path / "link"):
+        log = RunLog.of(index, str(registry))
+        assert log.files == RunLog.of(index).files and len(log.files) == 2
+        with log.alone():
+            log.register("a", "private", "first", 2.0, 1e-5)
+    with RunLog((index.folder / LOG, tmp_path / "link" / LOG)).alone():
+        pass
+
+
+def test_runs_whose_registry_is_the_others_folder_lock_in_one_order(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    orders, opened = [], sibling_runs.os.open
+    for one, other in (("a", "b"), ("b", "a")):
+        order: list[str] = []
+
+        def opening(path: str, *how: Any, order: list[str] = order) -> int:
+            order.append(path)
+            return opened(path, *how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sibling_runs.os, "open", opening)
+            with RunLog((tmp_path / one / LOG, tmp_path / other / LOG)).alone():
+                pass
+        orders.append(order)
+    assert orders[0] == orders[1] and len(orders[0]) == 2
 
 
 def test_places_that_cannot_be_locked_hold_nobody_up(tmp_path: Path) -> None:

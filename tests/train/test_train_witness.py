@@ -56,9 +56,10 @@ def test_a_server_gets_a_post() -> None:
 
 def test_one_that_is_not_reached_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
-    for target in (f"{sys.executable} -c 'raise SystemExit(3)'", str(tmp_path / "absent"), "http://127.0.0.1:1/", "'"):
+    absent = str(tmp_path / "absent")
+    for target in (f"{sys.executable} -c 'raise SystemExit(3)'", absent, "http://127.0.0.1:1/", "'", " "):
         Witness(target, said.append)(HEAD)
-    assert len(said) == 4 and "ended with 3" in said[0]
+    assert len(said) == 5 and "ended with 3" in said[0]
 
 
 def test_one_that_speaks_another_language_ends_no_run_and_its_address_stays_secret() -> None:

@@ -101,6 +101,6 @@ def complain(error: Exception) -> int:
     rank = os.environ.get("RANK", "0")
     if rank == "0" or (not getattr(error, "everywhere", False) and code in (BAD_INPUT, REFUSED)):
         who = "error" if rank == "0" else f"error (rank {rank})"
-        for line in str(error).splitlines():
+        for line in str(error).splitlines() or [type(error).__name__]:
             print(f"{who}: {sentence(line)}", file=sys.stderr, flush=True)
     return code

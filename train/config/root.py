@@ -151,6 +151,8 @@ class Run(Keeping):
     def _engine_fits(self) -> Run:
         if self.clip_engine != "book-keeping" and self.precision != "fp32":
             raise ValueError(f'run.clip_engine = "{self.clip_engine}" works only in fp32; set run.precision to "fp32"')
+        if self.witness is not None and not self.witness.strip():
+            raise ValueError("run.witness is empty; name a URL or a command, or leave it out")
         if self.shard_over is not None and self.engine != "fsdp2":
             raise ValueError(
                 f'run.shard_over is for run.engine = "fsdp2", not "{self.engine}"; leave it out, or use "fsdp2"'

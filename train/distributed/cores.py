@@ -65,7 +65,7 @@ def _machine() -> str:
 def cpu_quotas(root: Path = Path("/")) -> dict[Group, Fraction]:
     """The limits of this process's control group and of its visible parents; empty where nothing is limited."""
     found: dict[Group, Fraction] = {}
-    for folder in _cpu_groups(root):
+    for folder in groups_of("cpu", root):
         quota = _quota(folder)
         if quota is not None:
             about = folder.stat()
@@ -85,8 +85,9 @@ def _quota(folder: Path) -> Fraction | None:
         return None  # the uppermost group has no such files
 
 
-def _cpu_groups(root: Path) -> Iterator[Path]:
-    """The folders of the groups that contain this process, from the inside out."""
+def groups_of(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """The folders of the control groups that contain this process and limit it by this controller (`cpu`, `memory`),
+    from the inside out."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -94,12 +95,14 @@ def _cpu_groups(root: Path) -> Iterator[Path]:
         return
     for line in memberships:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         for mount in mounts:
             before, _, after = mount.partition(" - ")
             kind, *_, options = after.split(" ")
-            if kind == ("cgroup" if controllers else "cgroup2") and (not controllers or "cpu" in options.split(",")):
+            if kind == ("cgroup" if controllers else "cgroup2") and (
+                not controllers or controller in options.split(",")
+            ):
                 shown, point = before.split(" ")[3:5]
                 yield from _upwards(PurePosixPath(path), PurePosixPath(shown), root / point.lstrip("/"))
 

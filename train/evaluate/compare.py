@@ -54,6 +54,8 @@ def _lines(path: Path) -> list[Line]:
         scored = found["data"]["test"]["digest"]
         places = {**certificate, "parameters": found["model"].get("parameters")}
         places = {axis: places.get(axis) for axis in get_args(Axis)}
+        for number in found["numbers"].values():
+            shown(number)  # whatever it lacks is said here
         return [
             Line(
                 found["model"]["what"],
@@ -67,7 +69,7 @@ def _lines(path: Path) -> list[Line]:
             )
             for name, number in found["numbers"].items()
         ]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EvaluationError(f"{path} lacks {error} of a result; evaluate again") from None
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from murmuration.accounting.durable import atomic
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.selection import Selection
+from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.fine_tuning import HEAD_STD, FineTuneSettings, groups_of
 from murmuration.evaluation.interval import share
 from murmuration.evaluation.ranking import MOST
@@ -36,6 +38,7 @@ from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batche
 from murmuration.train.evaluate.classify import places_of
 from murmuration.train.evaluate.draws import ByDraw, FewRecords
 from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.train.evaluate.public_records import digest_for_all
 from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
 from murmuration.train.evaluate.shared_training import SharedTraining, resumed
@@ -106,7 +109,7 @@ def run_fine_tune(
     if few:
         return _by_draw(tuning, train, read, test, few, result)
     model = tuning.trained(train, session.out / STATE)
-    digest = session.sharing.on_main(lambda: _keep(session, model, sizes, session.out))
+    digest = session.sharing.on_main(lambda: _keep(session, model, sizes, train.index, session.out))
     places = tuning.places(model, digest, result, test, last=True)
     result.add("top-1", share(sum(place < 1 for place in places), len(places)))
     if len(classes.names) >= MOST:
@@ -255,12 +258,16 @@ def _backward(session: Session, model: TransformerClassifier, mixed: tuple[Tenso
     return total
 
 
-def _keep(session: Session, model: TransformerClassifier, sizes: ModelSettings, out: Path) -> str:
+def _keep(
+    session: Session, model: TransformerClassifier, sizes: ModelSettings, trained_on: RecordIndex, out: Path
+) -> str:
     """Writes the classifier as an export, and gives the digest of its tensors."""
     subject = session.subject
     start = WarmStart.at(subject.weights if subject.kind != "run" else subject.path)
     statistics = session.model.pixels
-    content = _tensors(model, Provenance(start.origins, start.undeclared).metadata() | metadata(statistics))
+    whole = trained_on.whole if isinstance(trained_on, Selection) else trained_on
+    seen = start.without_noise | {digest_for_all(whole)}
+    content = _tensors(model, Provenance(start.origins, start.undeclared, seen).metadata() | metadata(statistics))
     with atomic(out / WEIGHTS) as file:
         file.write(content)
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -92,11 +92,11 @@ def page_of(outcome: Outcome) -> str:
 
 
 def write(outcome: Outcome, out: Path) -> None:
-    """The page first: whoever finds the result finds its page, too."""
+    """The page is written first, so that a result never lacks its page. Names of files need not be text."""
     result = outcome.result
     mode = 0o600 if result.private else 0o644
     with atomic(out / PAGE, mode) as file:
-        file.write(page_of(outcome).encode())
+        file.write(page_of(outcome).encode("utf-8", "backslashreplace"))
     with atomic(out / RESULT, mode) as file:
         file.write(json.dumps(result.as_dict(), indent=2).encode() + b"\n")
 

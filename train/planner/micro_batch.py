@@ -18,6 +18,7 @@ from murmuration.accounting.durable import atomic
 from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.cores import groups_of
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.planner.memory import GIB, memory_of
 from murmuration.train.planner.rows import Batch
@@ -101,16 +102,17 @@ def _room() -> float:
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory * (1 - FREE_SHARE)
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1")
-    return min(_main_memory()) * SHARE_OF_MAIN_MEMORY / here
+    return min(main_memory()) * SHARE_OF_MAIN_MEMORY / here
 
 
-def _main_memory(root: Path = Path("/")) -> Sequence[float]:
-    """That of the machine, and the limit of the container."""
+def main_memory(root: Path = Path("/")) -> Sequence[float]:
+    """That of the machine, and the limits of this process's control group and of those around it."""
     found = [float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = root / "sys/fs/cgroup" / name
-        if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-            found.append(float(text))
+    for folder in groups_of("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
+            limit = folder / name
+            if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+                found.append(float(text))
     return found
 
 

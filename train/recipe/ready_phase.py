@@ -356,8 +356,8 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
             )
         if _all_digests(owner.index) & phase.start.without_noise:
             raise RecipeError(
-                f"{phase.start.path} used the records that phase {owner.name!r} protects without noise; start from "
-                "other weights"
+                f"{phase.start.path} used the records that phase {owner.name!r} protects without noise, or began from "
+                "weights that did; start from other weights"
             )
 
 

@@ -82,7 +82,7 @@ class WarmStart:
     """No certificate or ledger names these very tensors: what lies beside or in the file may be another run's, or
     somebody's invention, and only adds to what is known of it."""
     without_noise: frozenset[str] = frozenset()
-    """Digests of the records that the run which made the weights used as public."""
+    """Digests of the records that the runs which made the weights used as public."""
 
     @staticmethod
     def at(path: Path, take_head: bool | None = None) -> WarmStart:

@@ -32,7 +32,7 @@ class Witness:
     def __call__(self, head: Head) -> None:
         try:
             self._tell(json.dumps(head.as_dict()).encode() + b"\n")
-        except (OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, IndexError, http.client.HTTPException, subprocess.SubprocessError) as error:
             self.say(f"ledger line {head.length} could not be reported to the witness: {_reason(error)}")
 
     def _tell(self, line: bytes) -> None:

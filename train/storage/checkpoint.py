@@ -261,7 +261,7 @@ class Checkpoints:
 
     def _retire(self) -> None:
         kept = {entry.folder for entry in read_pointer(self.pointer)}
-        for old in self.folder.glob("phase??-step????????"):
+        for old in self.folder.glob("phase*-step*"):
             if old.name not in kept:
                 shutil.rmtree(old)
 

@@ -49,7 +49,7 @@ class ModelNote:
             source, listed = _source(told.get(TOKENIZER), folder), _file(told.get(CLASSES), folder, CLASSES)
             names = ClassList.read(Path(listed)).names if listed is not None else ()
         except (ValidationError, TypeError, KeyError, ValueError) as error:
-            reason = str(error).splitlines()[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise ModelNoteError(
                 f"{folder}: what is said there about the model cannot be read ({reason}); export it again, or pass "
                 "--config"

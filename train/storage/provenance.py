@@ -31,7 +31,7 @@ class Provenance:
     undeclared: str | None
     """Why the last run was not private in what it trained on; None where no reason is known."""
     without_noise: frozenset[str] = frozenset()
-    """Digests of the records that the last run used as public."""
+    """Digests of the records that the last run, and those whose weights it began from, used as public."""
 
     @staticmethod
     def of(history: History, entries: list[LedgerEntry]) -> Provenance:
@@ -79,7 +79,7 @@ class Provenance:
             origins = tuple(read(Origin, origin) for origin in told["origins"])
             return Provenance(origins, told["undeclared"], frozenset(public))
         except (JsonError, ValueError, TypeError) as error:
-            reason = str(error).splitlines()[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise ProvenanceError(
                 f"its metadata do not say which records it was made from ({reason}); export the weights again"
             ) from None

@@ -52,7 +52,11 @@ class RunLog:
         files = []
         if isinstance(whole, ShardIndex | FolderIndex):
             files = [whole.folder / LOG, *(folder / BESIDE_SHARDS for folder in _folders_of(whole))]
-        return RunLog((*files, *([Path(registry) / LOG] if registry is not None else [])))
+        files += [Path(registry) / LOG] if registry is not None else []
+        places: dict[str, Path] = {}
+        for file in files:  # a place that is named twice is one, by whatever path
+            places.setdefault(os.path.realpath(file), file)
+        return RunLog(tuple(places.values()))
 
     @staticmethod
     def beside(folder: Path) -> RunLog:
@@ -66,7 +70,8 @@ class RunLog:
         A place that cannot be locked cannot be written either, or its file system has no locks (some network shares).
         """
         with contextlib.ExitStack() as held:
-            for file in self.files:  # every process locks in the same order
+            # Every process locks in the same order, also where the registry of one is the other's own folder.
+            for file in sorted({os.path.realpath(file) for file in self.files}):
                 with contextlib.suppress(OSError):
                     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
                     held.callback(os.close, descriptor)
