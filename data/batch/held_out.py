@@ -13,18 +13,15 @@ import torch
 
 from murmuration.data.batch.loader import Reader
 from murmuration.data.draw.micro_batch import Fetched
+from murmuration.data.integer_hash import GOLDEN, mixed
 
 HELD_OUT = "held_out"
-# The finaliser of SplitMix64 (Steele, Lea and Flood 2014).
-_GOLDEN, _FACTORS, _SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
 
 
 def is_held_out(records: np.ndarray, share: float) -> np.ndarray:
     """Whether each record number is held out; the placeholder of an empty slot is not."""
-    mixed = (records.astype(np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return (mixed < np.uint64(round(share * 2**63) * 2)) & (records >= 0)
+    hashes = mixed((records.astype(np.int64) + 1) * GOLDEN).view(np.uint64)
+    return (hashes < np.uint64(round(share * 2**63) * 2)) & (records >= 0)
 
 
 class HeldOutReader:

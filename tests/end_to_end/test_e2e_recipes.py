@@ -91,7 +91,7 @@ def claim_of(run_dir: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def vip(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run_dir = tmp_path_factory.mktemp("vip") / "run"
-    changes = TINY | TINY_MAE | synthetic_stage(steps=40) | private_records(data, 1)
+    changes = TINY | TINY_MAE | synthetic_stage(steps=40) | private_records(data, 1, batch=200)
     code, output = launch("vip/vip_nano.json", run_dir, changes).run()
     assert code == 0, output
     return run_dir, output

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -95,6 +95,7 @@ def test_torchs_own_schedulers_agree() -> None:
     assert rates(20, peak=0.3, shape="linear", end=15, floor=0.03) == pytest.approx(linear)
 
 
+@settings(deadline=None)
 @given(
     shape=st.sampled_from(["constant", "linear", "cosine", "inverse-sqrt"]), warmup=st.integers(0, 30),
     steps=st.integers(1, 90), where=st.sampled_from(["warmup", "first-step"]), first=st.integers(0, 1),
@@ -103,14 +104,14 @@ def test_torchs_own_schedulers_agree() -> None:
 def test_any_schedule_rises_once_and_falls_once_between_its_bounds(
     shape: Any, warmup: int, steps: int, where: Any, first: Any, floor: float, start: float, hold: int
 ) -> None:
-    settings = dict(shape=shape, warmup=warmup, shape_from=where, first_step=first, floor=floor, start=start)
-    found = rates(steps, peak=0.5, hold=hold, **settings)
+    chosen = dict(shape=shape, warmup=warmup, shape_from=where, first_step=first, floor=floor, start=start)
+    found = rates(steps, peak=0.5, hold=hold, **chosen)
     top = found.index(max(found))
     assert found[: top + 1] == sorted(found[: top + 1]) and found[top:] == sorted(found[top:], reverse=True)
     assert min(found) >= 0 and max(found) <= 0.5
     for begin in range(0, steps, hold):
         assert len(set(found[begin : begin + hold])) == 1
-    free = rates(steps, peak=0.5, **settings)
+    free = rates(steps, peak=0.5, **chosen)
     assert found[::hold] == free[::hold]
 
 
