@@ -509,7 +509,7 @@ class PrivateTraining:
             **self._described,
             "dates": {"last_start": run.checkpoints.times.day},
             "engine": str(self._engine_settings),
-            "machine": str(self.ranks.device),
+            "machine": f"{self.ranks.device}; not yet proved on several GPUs",
             "hashes": {
                 "data_manifests": {NAME: self._data},
                 "checkpoint_manifest_sha256": newest.digest if newest is not None else None,

@@ -26,7 +26,7 @@ class Monitor(Section):
         description="Your word that nobody's privacy depends on these records; the certificate repeats it."
     )
     records: int = Field(
-        default=256, ge=2, description="Number of records; each costs about 20 + 30·probes forward passes."
+        default=256, ge=2, description="Number of records; each costs about 13 + 23·probes forward passes."
     )
     every: int = Field(default=1, gt=0, description="Number of checkpoints from one measurement to the next.")
     probes: int = Field(default=4, gt=0, description="Random vectors for each of the two traces.")
