@@ -25,7 +25,7 @@ FURTHEST = 40
 """Largest exponent of a row or a column, in either direction: products of both keep far from the limits of fp32."""
 
 Exponents = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of rows and of columns. A weight is seen as [rows, columns], by its first dimension; a vector as one column."""
+"""Rows' exponents and columns'. A weight is seen as [rows, columns], by its first dimension; a vector as one column."""
 
 
 class ScaleError(ValueError):

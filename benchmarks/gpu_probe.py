@@ -41,7 +41,7 @@ def clocks(setting: Setting) -> Found:
 
 
 def median_seconds(act: Callable[[], object], setting: Setting, repeats: int = 20) -> float:
-    """Of one call, after two that warm up."""
+    """Times one call, after two that warm up."""
 
     def once() -> None:
         act()

@@ -47,7 +47,7 @@ class Size:
     steps: int = 40
     peak: float = 3e-3
     rows: int = 256
-    """Of a micro-batch: K views make 1/K as many records."""
+    """Rows of a micro-batch: K views make 1/K as many records."""
 
 
 SMOKE = Size(private=300, tested=64, batch=20, steps=2, rows=16)

@@ -208,6 +208,6 @@ def slope(widths: Sequence[int], values: Sequence[float]) -> float:
 
 
 def summary(widths: Sequence[int], told: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
-    """Of `changes` by width and seed: the mean over seeds at each width, and its slope, by what changed."""
+    """By what changed: the mean over seeds at each width, and its slope; `told` by width and seed."""
     means = {name: [statistics.mean(row[name] for row in rows) for rows in told] for name in told[0][0]}
     return {name: {"changes": values, "slope": slope(widths, values)} for name, values in means.items()}

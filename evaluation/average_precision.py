@@ -10,7 +10,7 @@ import numpy as np
 
 
 def average_precision(scores: np.ndarray, right: np.ndarray) -> float | None:
-    """Of one class: its scores [n] and whether records have it [n]; None if no record has. Records with equal scores
+    """For one class: its scores [n] and whether records have it [n]; None if no record has. Records with equal scores
     come at once, so that their order does not matter."""
     found = int(right.sum())
     if not found:
@@ -23,7 +23,7 @@ def average_precision(scores: np.ndarray, right: np.ndarray) -> float | None:
 
 
 def mean_average_precision(scores: np.ndarray, right: np.ndarray) -> float | None:
-    """Of scores and answers [n, classes]; None if no record has any class."""
+    """The mean over classes; `scores` and `right` [n, classes]; None if no record has any class."""
     each = [average_precision(scores[:, number], right[:, number]) for number in range(scores.shape[1])]
     known = [value for value in each if value is not None]
     return float(np.mean(known)) if known else None

@@ -31,7 +31,7 @@ def words_of(caption: str) -> Words:
 
 
 def caption_metrics(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Estimate]:
-    """Of each written caption against one or more references of its picture."""
+    """Compares each written caption with one or more references of its picture."""
     captions = [words_of(caption) for caption in written]
     known = [[words_of(caption) for caption in each] for each in references]
     counts = np.array([_overlaps(one, others) for one, others in zip(captions, known, strict=True)], dtype=np.float64)
@@ -61,7 +61,7 @@ def _overlaps(caption: Words, references: Sequence[Words]) -> list[int]:
 
 
 def _bleu(counts: np.ndarray) -> float:
-    """Of the whole set: n-grams are counted over all captions, not averaged by caption."""
+    """BLEU of the whole set: n-grams are counted over all captions, not averaged by caption."""
     right, whole = counts[0 : 2 * LONGEST : 2], counts[1 : 2 * LONGEST : 2]
     length, reference = counts[2 * LONGEST :]
     if not right.all():

@@ -92,7 +92,7 @@ def beam(model: CaptionModel, memory: Tensor, text: Text, length: int, width: in
 
 
 def log_likelihood(model: CaptionModel, memory: Tensor, words: Sequence[int], text: Text, length: int) -> float:
-    """Of a caption, with its end token unless the length cut it off; `memory` [1, …]."""
+    """Scores a caption, with its end token unless the length cut it off; `memory` [1, …]."""
     whole = [text.start, *words, text.end][:length]
     scores = 0.0
     for place in range(1, len(whole)):

@@ -18,7 +18,7 @@ class ClassNamesError(RunError, ValueError):
 
 
 def read_class_names(path: Path | None, classes: Sequence[str], where: str) -> ClassNames:
-    """Of a JSON file {class: [name, …]}; without one, each class's own name, with spaces for underscores. `where` is
+    """From a JSON file {class: [name, …]}; without one, each class's own name, with spaces for underscores. `where` is
     the option or key that names the file."""
     if path is None:
         return tuple((name.replace("_", " "),) for name in classes)

@@ -17,7 +17,7 @@ from murmuration.evaluation.pyramid import SCALES, Backbone
 
 Kind = Literal["bbox", "segm"]
 DRAWS = 200
-"""Of the pictures, for the intervals."""
+"""Bootstrap draws of the pictures, for the intervals."""
 LOOSE, STRICT = 0.5, 0.75
 MOST_FOUND = 100
 """Per picture, as published."""

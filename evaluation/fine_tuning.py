@@ -27,13 +27,13 @@ class TrainingSettings:
     """Epochs."""
     batch: int = 1024
     base_rate: float = 5e-4
-    """Of a batch of 256."""
+    """For a batch of 256."""
     layer_decay: float = 0.65
     weight_decay: float = 0.05
     seed: int = 0
 
     def rate(self, epoch: float, batch: int) -> float:
-        """Of the uppermost layer, at a moment of the training, counted in epochs."""
+        """The rate of the uppermost layer, at a moment counted in epochs."""
         peak = self.base_rate * batch / BASE_BATCH
         if epoch < self.warmup:
             return peak * epoch / self.warmup
@@ -65,7 +65,7 @@ class DenseSettings(TrainingSettings):
     """For detectors and segmenters, whose published trainings differ: the command has a default for each."""
 
     channels: int = 256
-    """Of the pyramid's maps, and of what reads them."""
+    """The width of the pyramid's maps, and of what reads them."""
 
     def batch_of(self, records: int) -> int:
         return max(2, min(self.batch, records))

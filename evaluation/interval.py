@@ -21,7 +21,7 @@ class Estimate:
 
 
 def share(right: int, n: int) -> Estimate:
-    """Of right answers, with Wilson's interval."""
+    """The share of right answers, with Wilson's interval."""
     from scipy.stats import binomtest  # not above: scipy takes a second to import
 
     if not 0 <= right <= n or n < 1:

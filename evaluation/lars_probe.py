@@ -32,7 +32,7 @@ class LarsSettings:
     warmup: int = 10
     batch: int = 16384
     base_rate: float = 0.1
-    """Of a batch of 256."""
+    """For a batch of 256."""
     seed: int = 0
 
     def batch_of(self, records: int) -> int:

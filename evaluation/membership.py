@@ -17,7 +17,7 @@ import numpy as np
 from murmuration.evaluation.interval import CONFIDENCE, Estimate, share
 
 DRAWS = 1000
-"""Of the bootstrap behind intervals that have no formula."""
+"""Bootstrap draws, for intervals that have no formula."""
 LEAST_SHADOWS = 2
 FALSE_ALARMS = 0.01
 

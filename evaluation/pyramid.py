@@ -15,7 +15,7 @@ from murmuration.model.build import ENCODER_PREFIXES
 from murmuration.model.encoder import Encoder
 
 SCALES = (4.0, 2.0, 1.0, 0.5)
-"""Of each map, in cells per patch and side."""
+"""The scale of each map, in cells per patch and side."""
 
 
 class FeaturePyramid(nn.Module):

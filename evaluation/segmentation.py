@@ -16,7 +16,7 @@ from murmuration.evaluation.pyramid import SCALES, Backbone
 UNMARKED = 255
 """A pixel without a class: it is neither learnt nor scored."""
 DRAWS = 1000
-"""Of the pictures, for the intervals."""
+"""Bootstrap draws of the pictures, for the intervals."""
 
 
 class Segmenter(nn.Module):

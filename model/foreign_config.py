@@ -16,7 +16,7 @@ from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.settings import Shape
 
 EPSILON = 1e-6
-"""Of our LayerNorm; Hugging Face's default is another one."""
+"""Epsilon of our LayerNorm; Hugging Face's default is another one."""
 BICUBIC = 3
 # Widths of timm's plain vision transformers; any other one is called base.
 TIMM_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}

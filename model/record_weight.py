@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 Inputs = dict[str, Tensor]
-"""Of a model, by name; each has one row for each record."""
+"""Model inputs by name; each has one row for each record."""
 RECORD_WEIGHT = "record_weight"
 
 

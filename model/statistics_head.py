@@ -132,7 +132,7 @@ def _discriminant(both: Tensor, classes: Tensor, ridge: float) -> tuple[Tensor, 
 
 
 def _inverse(matrix: Tensor, ridge: float) -> Tensor:
-    """Of the nearest symmetric matrix without negative eigenvalues, which noise may have made, plus the ridge."""
+    """Inverts the nearest symmetric matrix without negative eigenvalues, which noise may have made, plus the ridge."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     return (vectors / (values.clamp(min=0.0) + ridge)) @ vectors.T
 

@@ -74,7 +74,7 @@ def require_usable(arguments: argparse.Namespace) -> None:
 
 
 def in_words(values: dict[str, Any]) -> str:
-    """Of what `described` gave."""
+    """A summary of what `described` gave."""
     if "slots" in values:
         return f"{values['epochs']} epochs of {values['slots']} steps, expected batch {values['expected_batch']:,.2f}"
     drawn = f"q = {values['rate']:.8g} = {values['threshold']}/2^32"

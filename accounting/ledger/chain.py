@@ -133,7 +133,7 @@ class Ledger:
 
     @property
     def head(self) -> str:
-        """Of lines that are durable: whoever writes it down elsewhere may hold the ledger to it."""
+        """Hash of the last durable line: anyone who notes it elsewhere may hold the ledger to it."""
         self.settle()
         return self.entries[-1].hash if self.entries else GENESIS
 

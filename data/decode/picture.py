@@ -42,7 +42,7 @@ class PictureMaker:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is made of a record: [size, size, 3], or [views, size, size, 3] of several."""
+        """Shape of what is made of a record: [size, size, 3], or [views, size, size, 3] of several."""
         one = (self.size, self.size, 3)
         return one if self.views == 1 else (self.views, *one)
 

@@ -47,9 +47,9 @@ class Draw:
     digest: str
     ids: np.ndarray
     parts: int = 1
-    """Of how many parts of the records one was drawn from, as with banded noise."""
+    """The number of parts that records are dealt into; one was drawn from."""
     slots: int = 1
-    """Of how many steps of an epoch each record was allocated to one."""
+    """Steps of an epoch, of which each record was allocated to one."""
 
 
 class Ids(Protocol):

@@ -25,8 +25,8 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Names:
-    """Of one shard or of several: how many of `records` have each member (by suffix) and any `pictures`, and how many
-    of the `opened` .json have each field. Unless `whole`, some names found no room."""
+    """Counts of one or more shards: how many of `records` have each member (by suffix) and any `pictures`, and how
+    many of the `opened` .json have each field. Unless `whole`, some names found no room."""
 
     records: int = 0
     pictures: int = 0

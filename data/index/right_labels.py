@@ -46,7 +46,7 @@ class RightLabels:
         )
 
     def of(self, name: str) -> tuple[int, ...]:
-        """Of a picture without an extension; none if the list does not name it."""
+        """Right labels of a picture, named without its extension; none if it is not listed."""
         return self.by_name.get(name) or self.by_name.get(name.rpartition("/")[2], ())
 
 

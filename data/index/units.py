@@ -168,7 +168,7 @@ class UnitTable:
         return UnitTable(self.by, self.missing, starts, np.arange(starts[-1], dtype=np.int64), of, digest)
 
     def within(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each record, its unit and its place among that unit's, where records are numbered by unit (see `part`)."""
+        """The unit of each record and its place in it, where records are numbered by unit (see `part`)."""
         units = self._of[records]
         return units, records - self._starts[units]
 

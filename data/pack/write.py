@@ -56,7 +56,7 @@ class Request:
     listed: str | None = None
     """The field of the .json for the list of a record's classes, where it may have any number."""
     window: Window | None = None
-    """Of grey DICOM files; None: each file's own."""
+    """The window of grey DICOM files; None: each file's own."""
 
     def __post_init__(self) -> None:
         if self.per_shard < 1 or self.workers < 1:

@@ -55,7 +55,7 @@ def _log_ratio(turns: Sequence[Turn], gain: float, noise: float) -> np.ndarray:
 
 
 def _covariance(values: np.ndarray, patterns: np.ndarray, chances: np.ndarray, noise: float) -> np.ndarray:
-    """Of the noise in the numbers of the turns."""
+    """Covariance of the noise in the turns' numbers."""
     numbers, canaries = values.shape
     planned = noise**2
     if canaries < ENOUGH * numbers:

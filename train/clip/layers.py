@@ -368,7 +368,7 @@ def batch_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Of a weight: timm's way to standardise its rows."""
+    """On a weight: timm's way to standardise its rows."""
     if tracker.varies(input):
         raise ClipError("batch normalisation makes records depend on one another; use layer or group normalisation")
     made = tracker.computed(F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {})

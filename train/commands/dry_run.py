@@ -199,7 +199,7 @@ def _told(one: PhaseMeaning) -> list[str]:
 
 
 MOSTLY_SIGNAL = 0.1
-"""Of the longest mean gradient: noise that is shorter is little of what Adam divides by, as long as records agree."""
+"""Share of the longest mean gradient: shorter noise is little of what Adam divides by, as long as records agree."""
 
 
 def _transferred(one: PhaseMeaning) -> list[str]:

@@ -144,7 +144,7 @@ def _segment(protocols: Any) -> argparse.ArgumentParser:
 def _training(
     parser: argparse.ArgumentParser, warmup: int, batch: int, base_rate: float, layer_decay: float, weight_decay: float
 ) -> None:
-    """Of all weights; the numbers are the protocol's defaults."""
+    """Options for training all weights; the numbers are the protocol's defaults."""
     parser.add_argument("--test", required=True, help="records to score, an index or a folder; public ones, too")
     parser.add_argument("--epochs", type=_count, default=100, help="default 100")
     parser.add_argument("--warmup", type=_natural, default=warmup, help=f"epochs; default {warmup}")

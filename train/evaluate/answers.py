@@ -51,7 +51,7 @@ class Answers:
     folder: Path
     name: str
     descriptor: int
-    """Of this process's own file."""
+    """The descriptor of this process's own file."""
     counts: np.ndarray
     """By micro-batch, its answers, or MISSING; others may have answered some since this process began."""
 
@@ -120,7 +120,7 @@ def _counts(folder: Path, name: str, micro_batches: int) -> np.ndarray:
 
 
 def _parts(folder: Path, name: str) -> Iterator[MicroBatchAnswers]:
-    """Of all processes, those of earlier starts too."""
+    """All processes' answers, those of earlier starts too."""
     for path in sorted(folder.glob(f"{name}.*.jsonl")):
         yield from map(MicroBatchAnswers.of_line, _lines(path))
 

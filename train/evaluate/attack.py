@@ -54,7 +54,7 @@ class AttackSettings:
 
 @dataclass(frozen=True)
 class Signals:
-    """Of all readable records, members first: the loss, a confidence, and the logits if there are any."""
+    """Signals of all readable records, members first: the loss, a confidence, and the logits if there are any."""
 
     names: list[str]
     losses: np.ndarray

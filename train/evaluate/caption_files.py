@@ -45,7 +45,7 @@ class Case:
     """The relation or the pair of attributes; empty where cases have no groups."""
 
     def told(self) -> dict[str, Any]:
-        """Of a made order, as `read_cases` reads it."""
+        """The case of a made order, as `read_cases` reads it."""
         return {"image": self.picture, "options": list(self.options), "true": self.true}
 
 

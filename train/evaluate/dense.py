@@ -154,8 +154,8 @@ def _groups(model: nn.Module, backbone: Backbone, settings: DenseSettings) -> li
 def _batches(
     session: Session, pictures: WholePictures, settings: DenseSettings, ids: np.ndarray, epoch: int
 ) -> Iterator[dict[int, list[Any]]]:
-    """Of each batch, the micro-batches of this rank by their numbers: what can be read, if it is more than a single
-    picture, which BatchNorm cannot see."""
+    """Each batch's micro-batches of this rank by their numbers: what can be read, if it is more than a single picture,
+    which BatchNorm cannot see."""
     order, batch = ids[settings.order(len(ids), epoch)], settings.batch_of(len(ids))
     # A part for every process, if there are pictures enough.
     size = max(2, min(session.computing.micro_batch, -(-batch // session.sharing.ranks.world)))
@@ -188,7 +188,7 @@ def _backward(
     session: Session, loss_of: Callable[[Sequence[Any]], Tensor], parts: dict[int, list[Any]], count: int,
     seed: list[int],
 ) -> float:  # fmt: skip
-    """Of a batch of `count` pictures, the micro-batches of this rank."""
+    """This rank's micro-batches of a batch of `count` pictures."""
     total = 0.0
     for number, part in parts.items():
         seed_all([*seed, number])  # torchvision samples its proposals

@@ -24,7 +24,7 @@ from murmuration.train.evaluate.subject import WEIGHT_FILES
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
 POOLS = "pooler."
 NEEDED = {"architectures", "id2label", "label2id"}
-"""Of what the training of such encoders leaves out of their config."""
+"""Fields of LEFT_OUT that are needed here, for the classes."""
 
 
 class HuggingFaceClassifier(LibraryClassifier):

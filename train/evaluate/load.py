@@ -61,7 +61,7 @@ class LoadedModel(nn.Module):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Of a classifier's outputs: by its list of classes, or else their numbers; empty for other models."""
+        """Names of a classifier's outputs: from its list of classes, or else their numbers; empty for other models."""
         if not isinstance(self.body, Classifier) or not self.classifies:
             return ()
         known, outputs = self.found.class_names, self.body.shape.head.classes

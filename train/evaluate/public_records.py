@@ -29,7 +29,7 @@ class RecordsPlace:
     given: Path
     index: Path | None
     option: str
-    """Of the command, that names it."""
+    """The option that names it."""
 
     def __str__(self) -> str:
         return f"{self.option} {self.given}"

@@ -141,7 +141,7 @@ def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | 
 
 
 def _planned(folder: Path) -> dict[str, Any]:
-    """Of the last private phase, as the ledger beside the certificate states them: both are public constants."""
+    """Batch and n of the last private phase, from the ledger beside the certificate: public constants."""
     plans = History.read(folder / "ledger.jsonl")[0].plans
     if not plans:
         return {}

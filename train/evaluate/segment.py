@@ -214,7 +214,7 @@ def _names(train: Chosen, given: Path | None) -> list[str]:
 
 
 def _digest(marks: dict[int, Path]) -> str:
-    """Of the names and contents of all files."""
+    """Digest of all files' names and contents."""
     told = hashlib.sha256()
     for record, path in marks.items():
         told.update(f"{record} {path.name} {hash_of(path)}\n".encode())

@@ -79,7 +79,7 @@ class SharedTraining:
             self._average_statistics(ran)
 
     def _add_gradients(self) -> None:
-        """Of parameters that some rank used; the others stay without one."""
+        """Adds up gradients of parameters that some rank used; others stay without one."""
         parameters = self._parameters()
         used = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
         flat = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]

@@ -41,7 +41,7 @@ from murmuration.train.storage.run_dir import RunDir
 CERTIFICATE = "certificate.json"
 OURS = ("run", "export")
 SAME = 1e-4
-"""Of the largest feature: far more than how sums are rounded, far less than what another activation changes."""
+"""Share of the largest feature: far more than how sums are rounded, far less than what another activation changes."""
 OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
 
 
@@ -63,7 +63,7 @@ class Evaluated:
     report: LoadReport
     pixels: Normalisation = IMAGENET
     tokenizer: str | None = None
-    """Of the training, where a note beside the weights says so."""
+    """The one trained with, where a note beside the weights names it."""
     class_names: tuple[str, ...] = ()
     """As the weights' own folder names a classifier's outputs; empty if it does not."""
     certified: bool = False
@@ -335,7 +335,7 @@ def _made_by_timm(name: str, given: dict[str, Any]) -> Any:
 
 
 def _timm_sizes(theirs: Any, side: int) -> dict[str, Any] | None:
-    """Of what may be one of ours."""
+    """Sizes of what may be one of ours."""
     try:
         return _sizes_of(theirs, side)
     except AttributeError:  # it has other parts in the places of ours

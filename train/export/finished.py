@@ -29,7 +29,7 @@ class Finished:
     tokenizer: str | None
     """A built-in tokenizer, or its file in the run directory."""
     prefix: str = ""
-    """Of the names of averages in the certificate's list."""
+    """Prefix of the averages' names in the certificate's list."""
 
     @staticmethod
     def of(loaded: Loaded, root: Path, weights: Mapping[str, Tensor], prefix: str = "") -> Finished:

@@ -217,7 +217,7 @@ def _write_weights(entries: WeightEntries, finished: Finished, out: Path, metada
 
 
 def _renamed(entries: WeightEntries, finished: Finished) -> dict[str, dict[str, Any]]:
-    """Of each certified tensor that is there bit by bit, whole or cut, its shape and its parts in order."""
+    """Shape and ordered parts of each certified tensor that is there bit by bit, whole or cut."""
     parts: dict[str, list[str]] = {}
     for name, entry in entries.items():
         if len(entry.keys) == 1:

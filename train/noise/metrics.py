@@ -29,7 +29,7 @@ SIGNED = (METRIC, SLOPE, CURVATURE)
 MEASURED_APART = (ACCURACY, SLOPE, CURVATURE)
 """What the pass that makes the gradients does not tell: whoever measures it calls `add_measured`."""
 MOST_RECORDS = 2**23
-"""Of a step: numbers of STEPS_TO_BOUND bits whose sum has at most the 53 bits of an fp64 number."""
+"""Size of a step: so many numbers of STEPS_TO_BOUND bits have a sum of at most 53 bits, as fp64 has."""
 
 
 class MetricRelease:

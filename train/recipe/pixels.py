@@ -31,7 +31,7 @@ from murmuration.train.storage.run_dir import RunDir
 IMAGENET = Normalisation(IMAGENET_MEAN, IMAGENET_STD)
 NAMED: dict[NamedPixels, Normalisation] = {"imagenet": IMAGENET, "half": Normalisation(HALF, HALF)}
 KEY = "pixels"
-"""Of manifests and exports; one that lacks it was made with ImageNet's."""
+"""Key in manifests and exports; one that lacks it was made with ImageNet's."""
 METADATA = "murmuration-pixels"
 SAME = 1e-6
 RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}

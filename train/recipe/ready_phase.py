@@ -362,7 +362,7 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
 
 
 def _all_digests(index: RecordIndex) -> frozenset[str]:
-    """Of records that are part of a set, also those of the whole set."""
+    """All digests of the records, and of the whole set they are part of."""
     whole = every_ledger_digest(index.whole) if isinstance(index, SplitIndex) else frozenset[str]()
     return every_ledger_digest(index) | whole
 

@@ -37,7 +37,7 @@ from murmuration.train.recipe.public_use import protecting_run
 FEWEST, SHARE = 10, 0.01
 """Private records have a name if at least this many, and at least this share, of those that were counted have it."""
 TELLING = 2 * FEWEST
-"""Of fewer private records nothing is concluded."""
+"""Below this many private records nothing is concluded."""
 _LISTED = 6
 
 

@@ -83,7 +83,7 @@ def _require_public(root: Path, protected: Sequence[Protected]) -> None:
 
 
 def _moments(loaded: Loaded, trained: Mapping[str, torch.Size]) -> dict[str, Moments]:
-    """Of those weights that both runs train under one name, in one shape."""
+    """Moments of the weights that both runs train under one name, in one shape."""
     stored = set(loaded.names(SECOND_MOMENT))
     if not stored or not loaded.manifest["optimizer_step"]:
         raise RecipeError("its last checkpoint has no second moments; name a run whose last phase trained with AdamW")

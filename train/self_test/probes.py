@@ -71,7 +71,7 @@ class SyntheticRecords:
     hostile: tuple[str, ...] | None = None
     """Inputs in which a record may contain any number; None: all that are floating-point."""
     rows: int = 1
-    """Of each record: it is a slot of this many."""
+    """Rows of each record's slot."""
 
     @staticmethod
     def of(shape: Shape, objective: str, rows: int = 1) -> SyntheticRecords:

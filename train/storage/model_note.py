@@ -37,7 +37,7 @@ class ModelNote:
     tokenizer: str | None
     """A built-in tokenizer, or the file in the folder of the note; None where the model reads no text."""
     class_names: tuple[str, ...] = ()
-    """Of a classifier's outputs; empty if the run named no list of them."""
+    """Names of a classifier's outputs; empty if the run listed none."""
 
     @staticmethod
     def inside(told: Mapping[str, Any], folder: Path) -> ModelNote | None:
