@@ -133,7 +133,7 @@ def _require_nothing_between(offsets: list[list[int]], path: Path, base: int) ->
             raise ValueError("its tensors overlap, or there are bytes between them")
         at = end
     if path.stat().st_size != base + at:
-        raise ValueError("it goes on behind its last tensor, or ends within it")
+        raise ValueError("bytes follow its last tensor, or it ends within it")
 
 
 def _stored(file: IO[bytes], base: int, entry: dict[str, Any]) -> Iterator[bytes]:

@@ -177,7 +177,7 @@ class Loader(Generic[D]):
             self.waited += time.monotonic() - began
 
     def _fetch(self, ids: np.ndarray, step: int) -> Fetched:
-        """On a CPU, whoever reads a micro-batch also normalises it, while the step computes another."""
+        """On a CPU, the thread that reads a micro-batch also normalises it, while the step computes another."""
         fetched = self._reader.fetch(ids, step)
         return fetched if self._transfer is not None else replace(fetched, batch=fetched.batch.to(HOST))
 

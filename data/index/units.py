@@ -100,9 +100,10 @@ class UnitTable:
     def __init__(
         self, by: str, missing: Missing, starts: np.ndarray, records: np.ndarray, of: np.ndarray, digest: str
     ) -> None:
-        self.by, self.digest = by, digest
+        self.by = by
         self.missing: Missing = missing
-        """`digest` covers which records belong to which unit. Private if the records are."""
+        self.digest = digest
+        """Covers which records belong to which unit. Private if the records are."""
         self._starts, self._records, self._of = starts, records, of
 
     @property

@@ -207,7 +207,7 @@ def test_bytes_of_no_tensor_are_in_no_file_that_verifies(finished: Path) -> None
         entry["data_offsets"] = [at + 4 for at in entry["data_offsets"]]
     shifted = json.dumps(header).encode()
     apart = len(shifted).to_bytes(8, "little") + shifted + b"more" + content[8 + length :]
-    for changed, fault in ((content + b"more", "goes on behind"), (apart, "bytes between them")):
+    for changed, fault in ((content + b"more", "bytes follow its last tensor"), (apart, "bytes between them")):
         (finished / "model.safetensors").write_bytes(changed)
         with pytest.raises(CertificateError, match=fault):
             verify(finished)

@@ -1,4 +1,4 @@
-"""What other trainers call a key of this config: whoever writes their name for it is told ours."""
+"""Names of other trainers for keys of this config; the message for one names ours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """How the processes that a launcher started share an evaluation: each computes micro-batches of its own, and when all
-records are done, rank 0 alone goes on to the result, while the others leave.
+records are done, rank 0 alone continues with the result, while the others leave.
 
 Ranks meet in exchanges of one kind only. So whatever a rank is about when it fails, the others learn of it when they
 come to their next one, and all end with its sentence; and nobody waits for a rank that has left.
@@ -32,7 +32,7 @@ ENDING = (RunError, OSError)
 
 
 class PartDone(Exception):
-    """This process did its part, and rank 0 goes on alone."""
+    """This process did its part, and rank 0 continues alone."""
 
 
 @dataclass

@@ -71,8 +71,9 @@ class Trainer:
         self.held_back: dict[int, dict[str, float]] = {}
         """Noised metrics of steps whose weights are not durable yet: a replay after a change must not release twice."""
         self.writing: int | None = None
-        """The step whose weights are being written, and what was measured with them."""
+        """The step whose weights are being written."""
         self.measured: dict[str, float] = {}
+        """What was measured with these weights."""
         self.signals: dict[str, float] = {}
         self.unusable: str | None = None
         self.monitored: MonitorReading | None = None

@@ -100,7 +100,7 @@ class OpenRun:
         return 1 if plan is None else plan.bands
 
     def _needs_after(self, segment: Segment, done: int) -> int:
-        """The step after which the segment's keys are needed to go on after `done`."""
+        """The step after which the segment's keys are needed to continue after `done`."""
         return max(segment.from_step, key_chain.forgettable(done, self._together_in(segment.phase)))
 
     def forget(self, done: int) -> None:
