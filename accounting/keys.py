@@ -204,7 +204,10 @@ def _of(content: bytes, path: Path) -> RunKey:
     debug = content.startswith(b"debug:")
     secret = content.removeprefix(b"debug:")
     if len(secret) != KEY_BYTES:
-        raise KeyFileError(f"the run key {path} has {len(secret)} bytes instead of {KEY_BYTES}")
+        raise KeyFileError(
+            f"the run key {path} has {len(secret)} bytes instead of {KEY_BYTES}; restore it, or start a new run "
+            "directory"
+        )
     return RunKey(secret, debug)
 
 

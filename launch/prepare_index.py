@@ -144,8 +144,10 @@ def _images(arguments: argparse.Namespace) -> FolderIndex:
         missing=arguments.unit_missing,
         progress=Progress("hashing", "files"),
     )
-    classes = f"{len(index.classes)} classes" if index.labelled else "no classes"
-    print(f"{index.records} images, {classes}, index in {index.folder}")
+    images = f"{index.records} {'image' if index.records == 1 else 'images'}"
+    names = index.classes
+    classes = f"{len(names) or 'no'} {'class' if len(names) == 1 else 'classes'}"
+    print(f"{images}, {classes}, index in {index.folder}")
     for remark in beside_images(Path(arguments.source)):
         print(remark)
     print(f"manifest {index.manifest_digest}")

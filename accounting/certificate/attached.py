@@ -46,7 +46,7 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
     if found.signed_by is None:
         found.unchecked.append("the run did not sign: anyone who can write these files can rewrite them all")
     elif (fault := fault_of(signed_one := certificate.get(AMENDS, certificate), found.signed_by)) is not None:
-        raise CertificateError(f"the certificate {fault}")
+        raise CertificateError(f"the certificate {fault}; restore the signed file")
     else:
         if signed_one is certificate:
             found.checked.append(f"the certificate is signed by {found.signed_by}")

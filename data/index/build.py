@@ -440,6 +440,8 @@ def _refuse_twins(full: Sequence[Shard]) -> None:
         for key in (shard.sha256, (shard.bytes, shard.offsets_sha256)):
             twin = first.setdefault(key, shard) if key else shard
             if twin is not shard and same_content(twin, shard):
+                doubt = "" if twin.sha256 and shard.sha256 else ", as far as is known"
                 raise ShardError(
-                    f"{twin.name} and {shard.name}: the same bytes; their records would count twice, so remove one"
+                    f"{twin.name} and {shard.name}: the same bytes{doubt}; their records would count twice, so remove "
+                    "one"
                 )

@@ -147,4 +147,5 @@ def beside_images(root: Path) -> Iterator[str]:
 def _fix(others: Counter[str]) -> str:
     compressed = any(what.startswith(".tar.") or what == ".tgz" for what in others)
     unpacked = "; unpack compressed shards into plain .tar files" if compressed else ""
-    return unpacked + ("; convert .dcm to PNG or JPEG first, as DICOM is not read" if others[".dcm"] else "")
+    pack = "python launch/prepare.py pack IMAGES --csv TABLE --out SHARDS"
+    return unpacked + (f"; to use .dcm files, name them in a table and run: {pack}" if others[".dcm"] else "")

@@ -216,8 +216,8 @@ def write_units(
     if missing == "refuse" and (lost := int(np.count_nonzero(~digests.any(axis=1)))):
         what = f"a key that {by} matches" if by.startswith(KEY) else f"a text or whole number {by!r} in a .json"
         raise ShardError(
-            f"{target}: {lost} of {records} records have not {what}, so nobody knows whose they are; mend them, or let "
-            "each be a unit of its own with --unit-missing own"
+            f"{target}: {lost} of {records} records lack {what}, so their unit is unknown; correct them, or let each "
+            "be a unit of its own with --unit-missing own"
         )
     of = group(digests)
     order = np.argsort(of, kind="stable")

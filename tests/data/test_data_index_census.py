@@ -46,7 +46,7 @@ SAID = [
     "records without a caption (.txt): 2; where a run needs one they are bad records",
     "files that belong to no record: 4; members of records are named like 000123.jpg",
     "not used: 3 files (1 .tar.gz, 1 .dcm, 1 5); unpack compressed shards into plain .tar files; "
-    "convert .dcm to PNG or JPEG first, as DICOM is not read",
+    "to use .dcm files, name them in a table and run: python launch/prepare.py pack IMAGES --csv TABLE --out SHARDS",
 ]
 
 
@@ -118,8 +118,8 @@ def test_a_table_beside_images_is_told_with_the_command_that_joins_them(
     for name, content in (("a.jpg", picture(1)), ("../captions.csv", b"x"), ("b.dcm", b"x"), ("../notes.md", b"x")):
         (folder / name).write_bytes(content)
     done = subprocess.run([*PREPARE, str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0 and "1 images" in done.stdout
-    assert "not used: 1 file (1 .dcm); convert .dcm to PNG or JPEG first" in done.stdout
+    assert done.returncode == 0 and "1 image," in done.stdout
+    assert "not used: 1 file (1 .dcm); to use .dcm files, name them in a table" in done.stdout
     assert "captions.csv beside the images: not used; for captions or labels from a table, use: " in done.stdout
     assert f"prepare.py pack {folder} --csv {folder.parent / 'captions.csv'} --out SHARDS" in done.stdout
     (folder / "labels.tsv").write_bytes(b"x")
@@ -171,4 +171,4 @@ def test_names_that_are_no_text_do_not_end_the_command(tmp_path: Path, picture: 
         with open(os.path.join(root, name), "wb") as file:
             file.write(picture(1))
     done = subprocess.run([*PREPARE, root], capture_output=True, text=True)
-    assert done.returncode == 0 and "1 images" in done.stdout and "not used: 1 file (1 .\\udcfe)" in done.stdout
+    assert done.returncode == 0 and "1 image," in done.stdout and "not used: 1 file (1 .\\udcfe)" in done.stdout

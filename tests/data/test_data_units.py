@@ -96,7 +96,7 @@ def test_units_are_those_of_a_slow_loop(tmp_path: Path, seed: int) -> None:
 
 def test_records_without_a_unit_are_refused_with_their_number_or_alone(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "shards", [["a", ..., "a"], [None, "", 1.5, True, ["a"], "b"]])
-    with pytest.raises(ShardError, match="6 of 9 records have not a text or whole number 'patient_id'"):
+    with pytest.raises(ShardError, match="6 of 9 records lack a text or whole number 'patient_id'"):
         table(folder)
     assert as_lists(table(folder, "own")) == [[0, 2], [1], [3], [4], [5], [6], [7], [8]]
 

@@ -80,7 +80,7 @@ def _chosen(run_dir: RunDir, best: bool) -> tuple[Loaded, dict[str, Any]]:
     """The checkpoint that is exported, and the certificate, which must be that of the newest one."""
     loaded = Checkpoints.newest(run_dir.checkpoints)
     if loaded is None:
-        raise ExportError(f"{run_dir.root} has no checkpoint")
+        raise ExportError(f"{run_dir.root} has no checkpoint; let the run reach one")
     document = parse((run_dir.root / "certificate.json").read_bytes())
     _belongs(loaded, document)
     if best:

@@ -81,7 +81,9 @@ class Loaded:
         parts = [part for part in parts if part[0] < part[1]]
         covered = sum(high - low for low, high, _, _ in parts)
         if covered != length:
-            raise CheckpointError(f"the checkpoint has {covered} of {length} elements of {parameter} ({kind})")
+            raise CheckpointError(
+                f"the checkpoint has {covered} of {length} elements of {parameter} ({kind}); restore it"
+            )
         out = torch.empty(length)
         for low, high, piece_start, path in parts:
             with safe_open(str(path), framework="pt") as file:
