@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from linear_probe import fit, pooled_tokens
 from torch import Tensor
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.synthetic.shapes import COLOURS, SHAPES
-from murmuration.evaluation.linear_probe import fit, pooled_tokens
 from murmuration.model.encoder import Encoder
 
 CLASSES = {"label": len(COLOURS) * len(SHAPES), "colour": len(COLOURS), "shape": len(SHAPES)}

@@ -74,18 +74,18 @@ def recall_at(scores: np.ndarray, members: np.ndarray, false_alarms: float) -> f
     return float((scores[members] > threshold).mean())
 
 
-def by_threshold(scores: np.ndarray, members: np.ndarray, seed: int = 0) -> Attack:
+def by_threshold(scores: np.ndarray, members: np.ndarray) -> Attack:
     """Each half of the records gets the threshold that is most often right on the other half."""
     threshold = np.zeros(len(scores))
-    for part in _halves(members, seed):
+    for part in _halves(members):
         threshold[part] = _best_threshold(scores[~part], members[~part])
     return Attack(scores, members, threshold)
 
 
-def by_classifier(features: np.ndarray, members: np.ndarray, seed: int = 0) -> Attack:
+def by_classifier(features: np.ndarray, members: np.ndarray) -> Attack:
     """Log-odds of a logistic regression with a unit penalty on standardised features; called a member above 0."""
     scores = np.zeros(len(features))
-    for part in _halves(members, seed):
+    for part in _halves(members):
         seen = features[~part]
         scale = seen.std(axis=0)
         scale[scale == 0] = 1.0
@@ -124,14 +124,14 @@ def _pooled(shadows: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, float]
     return means, max(float(np.sqrt(squares / (counts - 1).sum())), 1e-12)
 
 
-def _halves(members: np.ndarray, seed: int) -> list[np.ndarray]:
+def _halves(members: np.ndarray) -> list[np.ndarray]:
     """Two masks, each with half of the members and half of the others."""
     first = np.zeros(len(members), dtype=bool)
     for number, kind in enumerate((members, ~members)):
         places = np.flatnonzero(kind)
         if len(places) < 2:
             raise MembershipError("members and others need at least two readable records each; name more")
-        first[np.random.default_rng([seed, number]).permutation(places)[: len(places) // 2]] = True
+        first[np.random.default_rng([0, number]).permutation(places)[: len(places) // 2]] = True
     return [first, ~first]
 
 

@@ -122,8 +122,3 @@ def zero_shot(
         predicted[axis] = best
         prompts = [f"{before} {labels[number]}" for before, number in zip(prompts, best.tolist(), strict=True)]
     return predicted
-
-
-def accuracy(predicted: Tensor, truth: Tensor) -> float:
-    """The share of equal entries."""
-    return float((predicted == truth.to(predicted.device)).float().mean())

@@ -116,10 +116,6 @@ class Captioner(Encoder):
         x = self.text_embedding(tokens) + self.text_decoder_pos_embed[:, : tokens.shape[1]]
         return self.decoder_pred_text(self.decoder(x + self.decoder_text_type_embedding, memory))
 
-    def next_token_logits(self, images: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [B, vocabulary] of the token that follows `tokens` (no padding in them)."""
-        return self.decode(self.encode_images(images), tokens)[:, -1]
-
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-caption losses [B]: next-token cross-entropy, mean over the caption's own tokens, in fp32."""
         return weighted(self.row_keys.around(self._losses, inputs), inputs)

@@ -230,13 +230,11 @@ def plain_sigma(events: Sequence[Event]) -> float | None:
     return sum(e.count / e.sigma**2 for e in events) ** -0.5
 
 
-def affordable_steps(
-    charged: Sequence[Event], kind: Event, wanted: int, budget: float, delta: float, accountant: Accountant = "pld"
-) -> int:
+def affordable_steps(charged: Sequence[Event], kind: Event, wanted: int, budget: float, delta: float) -> int:
     """How many of `wanted` further steps (or epochs) of a kind fit the budget after `charged`."""
 
     def fits(count: int) -> bool:
-        return within(epsilon([*charged, replace(kind, count=count)], delta, accountant), budget)
+        return within(epsilon([*charged, replace(kind, count=count)], delta), budget)
 
     if wanted <= 0 or not fits(1):
         return 0

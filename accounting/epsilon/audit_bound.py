@@ -9,7 +9,6 @@ A lower bound refutes claims; it never proves one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from scipy.stats import binom
@@ -63,10 +62,10 @@ def epsilon_bound(canaries: int, guesses: int, correct: int, delta: float, confi
     return low
 
 
-def numbers_of_guesses(canaries: int, shares: Sequence[float] = SHARES) -> list[int]:
+def numbers_of_guesses(canaries: int) -> list[int]:
     if canaries < 2:
         raise AuditError(f"an audit with {canaries} canaries can refute nothing; use at least 2, better 2000")
-    return sorted({min(canaries, max(2, round(share * canaries))) for share in shares})
+    return sorted({min(canaries, max(2, round(share * canaries))) for share in SHARES})
 
 
 def correct_guesses(order: np.ndarray, included: np.ndarray, guesses: int) -> int:

@@ -9,7 +9,7 @@ error of the one that refutes first. A lower bound refutes claims; it never prov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,6 @@ from murmuration.accounting.epsilon.accountant import Event, epsilon_below, plai
 from murmuration.accounting.epsilon.audit_bound import (
     CONFIDENCE,
     LARGEST_EPSILON,
-    SHARES,
     AuditError,
     correct_guesses,
     epsilon_bound,
@@ -173,9 +172,7 @@ class Evidence:
         return Bound(name, claim.epsilon_at(math.exp(refuted)), GAUSSIAN, by.guesses, by.correct)
 
 
-def collect(
-    scores: np.ndarray, included: np.ndarray, pairs: Pairs | None = None, shares: Sequence[float] = SHARES
-) -> Evidence:
+def collect(scores: np.ndarray, included: np.ndarray, pairs: Pairs | None = None) -> Evidence:
     """`scores` must depend on `included` only through the run; a higher score suggests that the canary was in."""
     included = np.asarray(included, dtype=bool)
     if scores.shape != included.shape or scores.ndim != 1:
@@ -183,7 +180,7 @@ def collect(
     if not np.isfinite(scores).all():
         raise AuditError("a score is not finite, so the run diverged; lower the learning rate")
     order = np.argsort(scores, kind="stable")
-    choices = numbers_of_guesses(len(scores), shares)
+    choices = numbers_of_guesses(len(scores))
     counts = tuple(Count(guesses, correct_guesses(order, included, guesses)) for guesses in choices)
     return Evidence(len(scores), int(included.sum()), counts, pairs)
 
@@ -192,14 +189,11 @@ Scored = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 """The scores that a run might have given canaries, some of which are included."""
 
 
-def refuting_share(
-    canaries: int, scored: Scored, claim: Claim, *, level: float = ACCUSED, shares: Sequence[float] = SHARES,
-    audits: int = 400, seed: int = 0,
-) -> float:  # fmt: skip
+def refuting_share(canaries: int, scored: Scored, claim: Claim, *, level: float = ACCUSED, audits: int = 400) -> float:
     """Share of simulated audits whose guesses refute `claim`: the power to find a fault, or the share of false alarms.
     `level` is that of each count."""
-    draw = np.random.default_rng(seed)
-    choices = numbers_of_guesses(canaries, shares)
+    draw = np.random.default_rng(0)
+    choices = numbers_of_guesses(canaries)
     needed = [least_correct(canaries, guesses, claim, level) for guesses in choices]
     refuted = 0
     for _ in range(audits):

@@ -52,18 +52,6 @@ def gaussian_delta(sigma: float, epsilon: float) -> float:
     return math.exp(log_delta(sigma, epsilon))
 
 
-def gaussian_mu(epsilon: float, delta: float) -> float:
-    """The mu = 1 / sigma whose Gaussian trade-off curve passes through (epsilon, delta), from above."""
-    target = math.log(delta)
-    low, high = 0.0, 1.0
-    while log_delta(1 / high, epsilon) < target:
-        low, high = high, high * 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if log_delta(1 / middle, epsilon) < target else (low, middle)
-    return high
-
-
 def unamplified_epsilon(sigma: float, steps: int, expected_batch: float, records: int, delta: float) -> float:
     """The epsilon to claim if batches are shuffled slices of epochs and not Poisson samples: no amplification.
 

@@ -125,12 +125,6 @@ def choose_view(
     raise ValueError(f"augment '{kind}' is unknown; choose one of {', '.join(KINDS)}")
 
 
-def augment(pixels: np.ndarray, kind: Augment, size: int, key: bytes, step: int, record: int) -> np.ndarray:
-    """uint8 [size, size, 3] from uint8 [height, width, 3]."""
-    height, width = pixels.shape[:2]
-    return choose_view(kind, width, height, size, key, step, record).render(pixels, size)
-
-
 def _resized_crop(kind: ResizeCrop, width: int, height: int, size: int) -> View:
     """With torchvision's rounding to whole pixels."""
     shorter = size * kind.resize // kind.crop

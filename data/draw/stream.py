@@ -79,15 +79,15 @@ class Tape:
 
 
 @contextmanager
-def open_tape(place: str, timeout_seconds: float, patience: Patience | None = None) -> Iterator[Tape]:
-    """Raises UnreadableError, here or from a read, once `patience` is exhausted."""
+def open_tape(place: str, timeout_seconds: float) -> Iterator[Tape]:
+    """Raises UnreadableError, here or from a read, once patience is exhausted."""
     if is_url(place):
         from murmuration.data.store.remote import open_shard
 
-        with open_shard(place, timeout_seconds=timeout_seconds, patience=patience) as stream:
+        with open_shard(place, timeout_seconds=timeout_seconds) as stream:
             yield Tape(stream.read)
         return
-    patience = patience or Patience()
+    patience = Patience()
 
     def asked(act: Callable[[], T]) -> T:
         try:

@@ -20,13 +20,6 @@ _STEP, _LENGTHS = 1 / 40, (1, 38 / 40, 36 / 40)  # of windows, as shares of a si
 _LUMA = np.array([299, 587, 114], dtype=np.float64) / 1000
 
 
-def perceptual_hashes(pixels: np.ndarray) -> np.ndarray:
-    """uint64 [n] from uint8 [n, 64, 64, 3]."""
-    luma = pixels @ _LUMA
-    small = luma.reshape(-1, _SIDE, DECODED // _SIDE, _SIDE, DECODED // _SIDE).mean(axis=(2, 4))
-    return _bits(_cosines() @ small @ _cosines().T)
-
-
 def window_hashes(pixels: np.ndarray) -> np.ndarray:
     """uint64 [n, WINDOWS] from uint8 [n, 64, 64, 3]; that of the whole picture comes first."""
     stacked = np.concatenate(_projections())

@@ -12,7 +12,7 @@ from murmuration.data.pack.row import UNREADABLE, Fault, Files, PackError, Row, 
 
 AIRCRAFT = (
     "fgvc-aircraft-2013b/data/ with images/1025794.jpg, variants.txt, images_variant_trainval.txt and "
-    "images_variant_test.txt (likewise for families and manufacturers)"
+    "images_variant_test.txt"
 )
 FOOD = "food-101/ with images/apple_pie/1005649.jpg, meta/classes.txt, meta/train.txt and meta/test.txt"
 PLACES = (
@@ -20,7 +20,6 @@ PLACES = (
     "data_256_standard/a/airfield/00000001.jpg (data_large_standard, data_256, data_large) or val_256/ (val_large)"
 )
 CALTECH = "caltech101/101_ObjectCategories/accordion/image_0001.jpg"
-_LISTS = {"variant": "variants.txt", "family": "families.txt", "manufacturer": "manufacturers.txt"}
 
 
 class Listed(Files):
@@ -45,12 +44,12 @@ class Listed(Files):
 
 
 class Aircraft(Listed):
-    def __init__(self, source: Path, split: str, level: str = "variant") -> None:
+    def __init__(self, source: Path, split: str) -> None:
         root = inner(source, "fgvc-aircraft-2013b", "data")
         root = inner(root, "data")
-        listing = f"images_{level}_{split}.txt"
-        require(root, "FGVC-Aircraft", ["images", _LISTS[level], listing], AIRCRAFT)
-        names = _names(root / _LISTS[level])
+        listing = f"images_variant_{split}.txt"
+        require(root, "FGVC-Aircraft", ["images", "variants.txt", listing], AIRCRAFT)
+        names = _names(root / "variants.txt")
         super().__init__(root / "images", root / listing, names, f"FGVC-Aircraft, {split}: {len(names)} classes")
 
     def _parsed(self, line: str) -> tuple[str, str] | None:

@@ -43,12 +43,6 @@ def fractals(draws: Draws, side: int) -> Tensor:
     return (1 - light) * _background(draws, side) + light * (low + (high - low) * mean)
 
 
-def fill(draws: Draws) -> Tensor:
-    """[batch]: the share of coarse cells that the chosen systems reach."""
-    maps, odds = _system(draws)
-    return _share(_walk(draws.branch(0), maps, odds, _SCOUTS, 4 * _SCOUT_STEPS)[0])
-
-
 def _system(draws: Draws) -> tuple[Tensor, Tensor]:
     """Maps [batch, MAPS, 6] (a b c d e f of x' = ax + by + e, y' = cx + dy + f) and cumulative odds [batch, MAPS]."""
     batch = draws.batch

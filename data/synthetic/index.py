@@ -20,11 +20,11 @@ from PIL import Image
 from webdataset.writer import TarWriter
 
 from murmuration.data.store.place import Place, Shard, ShardError
-from murmuration.data.synthetic.kinds import KINDS, Kind, Texture
+from murmuration.data.synthetic.kinds import KINDS, Kind
 from murmuration.data.synthetic.shapes import FAINT, GRAMMAR_WORDS, caption, draw_scene, render
 from murmuration.data.synthetic.textures import textures
 
-__all__ = ["GRAMMAR_WORDS", "Sample", "SyntheticIndex", "shape_samples", "texture_samples"]
+__all__ = ["GRAMMAR_WORDS", "Sample", "SyntheticIndex", "shape_samples", "texture_sample"]
 
 # Raise this whenever the same (seed, index) would give other bytes: prepared folders are then rebuilt.
 VERSION = 2
@@ -70,18 +70,14 @@ def _shape(
     return render(scene, side, rng, device, tint), text, scene.labels()
 
 
-def texture_sample(seed: int, index: int, side: int, kind: Texture = "mixed") -> Sample:
-    return Sample(f"{index:08d}", jpeg(textures(kind, seed, [index], side)[0].numpy()))
+def texture_sample(seed: int, index: int, side: int) -> Sample:
+    """A texture of any family, without a caption."""
+    return Sample(f"{index:08d}", jpeg(textures("mixed", seed, [index], side)[0].numpy()))
 
 
 def shape_samples(seed: int, count: int, side: int, *, labels: bool = False, tint: float = FAINT) -> Iterator[Sample]:
     """Captioned shapes; with `labels`, a .json of colour, shape and class index as well."""
     return (shape_sample(seed, index, side, labels=labels, tint=tint) for index in range(count))
-
-
-def texture_samples(seed: int, count: int, side: int) -> Iterator[Sample]:
-    """Textures of all families, without a caption."""
-    return (texture_sample(seed, index, side) for index in range(count))
 
 
 def jpeg(pixels: np.ndarray) -> bytes:

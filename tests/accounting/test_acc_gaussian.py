@@ -15,7 +15,6 @@ from murmuration.accounting.epsilon.gaussian import (
     AccountingError,
     gaussian_delta,
     gaussian_epsilon,
-    gaussian_mu,
     log_delta,
     participations,
     unamplified_epsilon,
@@ -84,13 +83,6 @@ def test_what_has_no_finite_epsilon_is_a_sentence() -> None:
         match=r"^no finite epsilon for sigma = 1e-05 at delta = 1e-06; use more noise or a larger delta$",
     ):
         gaussian_epsilon(1e-5, 1e-6)
-
-
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 1e-3), (0.1, 1e-5), (1.0, 1e-6), (8.0, 1e-9), (60.0, 1e-5)])
-def test_mu_is_the_least_whose_curve_lies_nowhere_below_the_point(epsilon: float, delta: float) -> None:
-    """Up to the rounding of delta itself, which `log_delta` adds."""
-    mu = gaussian_mu(epsilon, delta)
-    assert exact(1 / (mu * (1 - 1e-9)), epsilon) < mpmath.log(delta) <= exact(1 / (mu * (1 + 1e-11)), epsilon)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from murmuration.accounting.epsilon.accountant import (
     show_delta,
 )
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu, unamplified_epsilon
+from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon, unamplified_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
 
 LAION, IMAGENET = 233_000_000, 1_281_167
@@ -135,7 +135,6 @@ def test_closed_form_agrees_with_the_discretisation(sigma: float) -> None:
     assert exact - 1e-6 <= discretised <= exact + 3e-4
     assert gaussian_delta(sigma, exact) <= 1e-6
     assert gaussian_delta(sigma, exact - 1e-9) >= 1e-6 * (1 - 1e-6)
-    assert gaussian_mu(exact, 1e-6) == pytest.approx(1 / sigma, rel=1e-6)
 
 
 def test_closed_form_never_rounds_a_leak_away() -> None:

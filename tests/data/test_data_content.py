@@ -20,7 +20,7 @@ from PIL import Image
 from scipy import stats
 from torchvision.transforms import CenterCrop, InterpolationMode, RandomResizedCrop, Resize
 
-from murmuration.data.decode.augment import KINDS, Kind, ResizeCrop, Uniforms, augment, choose_view, mask_noise
+from murmuration.data.decode.augment import KINDS, Kind, ResizeCrop, Uniforms, choose_view, mask_noise
 from murmuration.data.decode.decode import BadRecord, decode
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.index.epochs import PublicEpochs
@@ -111,6 +111,12 @@ def test_memory_errors_are_no_bad_records(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Image, "open", exhausted)
     with pytest.raises(MemoryError):
         decode(b"anything")
+
+
+def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
+    """The view of a picture that is decoded in full."""
+    height, width = pixels.shape[:2]
+    return choose_view(kind, width, height, size, key, step, record).render(pixels, size)
 
 
 @pytest.mark.parametrize("kind", KINDS)

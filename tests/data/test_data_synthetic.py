@@ -19,8 +19,6 @@ from murmuration.data.synthetic.index import (
     generator,
     shape_sample,
     shape_samples,
-    texture_sample,
-    texture_samples,
     write_shards,
 )
 from murmuration.data.synthetic.shapes import (
@@ -49,7 +47,6 @@ def _prepare(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
 def test_samples_are_a_pure_function_of_seed_and_index(tmp_path: Path) -> None:
     stream = list(shape_samples(5, 6, 32))
     assert shape_sample(5, 4, 32) == stream[4] != shape_sample(6, 4, 32)
-    assert list(texture_samples(5, 3, 32))[2] == texture_sample(5, 2, 32)
     assert len({sample.jpg for sample in stream}) == 6
     digests = []
     for name in ("a", "b"):

@@ -11,10 +11,11 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+import murmuration.data.synthetic.fractals as module
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.dead_leaves import _radii, dead_leaves
-from murmuration.data.synthetic.fractals import FILL, fill, fractals
+from murmuration.data.synthetic.fractals import FILL, fractals
 from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.synthetic.kinds import KINDS, TEXTURES, Kind
 from murmuration.data.synthetic.random import Draws
@@ -179,6 +180,12 @@ def test_dead_leaves_cover_the_plane(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (front.view(6, fine, fine) != expected).float().mean() < 1e-4
 
 
+def fill(draws: Draws) -> Tensor:
+    """[batch]: the share of coarse cells that the chosen systems reach."""
+    maps, odds = module._system(draws)
+    return module._share(module._walk(draws.branch(0), maps, odds, module._SCOUTS, 4 * module._SCOUT_STEPS)[0])
+
+
 def test_fractals_fill_what_is_promised() -> None:
     filled = fill(Draws.of(6, range(150)))
     assert filled.min() >= FILL and filled.median() < 0.9 and filled.std() > 0.05
@@ -190,8 +197,6 @@ def test_fractals_fill_what_is_promised() -> None:
 
 
 def test_a_system_that_fills_a_square_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    import murmuration.data.synthetic.fractals as module
-
     monkeypatch.setattr(module, "FILL", 1.1)
     assert fill(Draws.of(6, range(8))).min() > 0.9
 

@@ -16,9 +16,10 @@ from PIL import Image
 
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.shard_index import build
-from murmuration.data.synthetic.index import shape_samples, texture_samples, write_shards
+from murmuration.data.synthetic.index import shape_samples, write_shards
 from tests.support.launching import TIMEOUT, Launch, ledger_lines, wait_for
 from tests.support.runs import SMALL_STEPS, final_weights
+from tests.support.texture_samples import texture_samples
 
 Make = Callable[..., tuple[Launch, Path]]
 Change = Callable[[dict[str, Any]], None]

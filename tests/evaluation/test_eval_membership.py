@@ -44,7 +44,7 @@ def test_measures_are_scikit_learns() -> None:
 def test_a_threshold_is_the_best_of_the_other_half() -> None:
     scores, members = scored(200, 1.0)
     attack = by_threshold(scores, members)
-    for part in _halves(members, 0):
+    for part in _halves(members):
         (cut,) = set(attack.threshold[part])
         best = max(((scores[~part] > each) == members[~part]).mean() for each in [-np.inf, *scores])
         assert ((scores[~part] > cut) == members[~part]).mean() == best
@@ -55,7 +55,7 @@ def test_the_classifier_is_scikit_learns_on_the_other_half() -> None:
     members = draw.random(300) < 0.5
     features = draw.normal(size=(300, 4)) * [1, 10, 0.1, 0] + members[:, None] * [1.5, 10, 0, 0]
     attack = by_classifier(features, members)
-    for part in _halves(members, 0):
+    for part in _halves(members):
         seen = features[~part]
         scale = np.where(seen.std(axis=0) > 0, seen.std(axis=0), 1)
         theirs = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000)

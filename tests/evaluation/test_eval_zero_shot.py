@@ -12,7 +12,7 @@ from torch import Tensor
 
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 from murmuration.evaluation.captions import greedy_captions
-from murmuration.evaluation.zero_shot import accuracy, score_labels, zero_shot
+from murmuration.evaluation.zero_shot import score_labels, zero_shot
 from murmuration.model.build import build
 from murmuration.model.captioner import Captioner
 from murmuration.model.settings import ModelSettings
@@ -103,7 +103,6 @@ def test_axes_are_predicted_in_order_with_one_encoding_per_axis() -> None:
     found = zero_shot(model, images, axes, Words())
     assert {axis: numbers.tolist() for axis, numbers in found.items()} == {"colour": [0, 1], "shape": [1, 0]}
     assert model.encoded == 4
-    assert accuracy(found["shape"], torch.tensor([1, 1])) == 0.5
 
 
 def test_greedy_stops_at_the_end_token_and_at_the_length() -> None:

@@ -59,13 +59,13 @@ def test_padding_length_does_not_matter(settings: ModelSettings, make_inputs: Ma
     torch.testing.assert_close(short, model(inputs), rtol=1e-6, atol=1e-6)
 
 
-def test_next_token_logits_and_the_length_limit(settings: ModelSettings, make_inputs: MakeInputs) -> None:
+def test_logits_of_a_beginning_and_the_length_limit(settings: ModelSettings, make_inputs: MakeInputs) -> None:
     model = build(settings, "caption")
     inputs = make_inputs("caption", 2)
-    logits = model.next_token_logits(inputs["images"], inputs["tokens"][:, :4])
-    full = model.decode(model.encode_images(inputs["images"]), inputs["tokens"])
-    torch.testing.assert_close(logits, full[:, 3], rtol=1e-5, atol=1e-6)
+    memory = model.encode_images(inputs["images"])
+    begun, full = model.decode(memory, inputs["tokens"][:, :4]), model.decode(memory, inputs["tokens"])
+    torch.testing.assert_close(begun, full[:, :4], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="text_length"):
-        model.next_token_logits(inputs["images"], torch.ones(2, 17, dtype=torch.int64))
+        model.decode(memory, torch.ones(2, 17, dtype=torch.int64))
     with pytest.raises(ValueError, match="image_size"):
         model.encode_images(torch.zeros(1, 3, 16, 16))

@@ -18,6 +18,7 @@ from murmuration.train.public.four_way import VARIANTS, Study, _one, first_weigh
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
 from murmuration.train.run.evaluation_phase import StillEngine
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
+from tests.support.texture_samples import texture_samples
 from tests.support.train_helpers import alone, local
 
 STUDY = Study("flat", 0.05, 0.01, 0.4, [3e-4, 3e-3], 8, 32)
@@ -121,7 +122,7 @@ def test_private_or_undeclared_data_are_refused_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     from murmuration.data.index.shard_index import build as build_index
-    from murmuration.data.synthetic.index import texture_samples, write_shards
+    from murmuration.data.synthetic.index import write_shards
 
     write_shards(tmp_path / "set", texture_samples(1, 40, 16), 40)
     build_index(tmp_path / "set")

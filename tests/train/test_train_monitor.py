@@ -170,11 +170,11 @@ def test_the_prediction_is_what_real_poisson_draws_and_real_noise_do_to_the_loss
     each = -inputs["images"].flatten(1)[:, 12:13].double() * inputs["images"].flatten(1)[:, :12].double()
     sampler = PoissonSampler(b"s" * 32, b"d" * 32, records, threshold)
     mechanism = AESNoise(b"n" * 32, noise, batch)
-    falls = []
+    rate, falls = 2 * predicted.improvement / known.slope, []  # of the best step of plain SGD
     for step in range(1, draws + 1):
         total = each[torch.from_numpy(sampler.draw(step).ids.copy())].sum(0)
         total += torch.from_numpy(mechanism.draw(step, 0, 0, 12)).double()
-        moved = -predicted.best_rate * total / batch
+        moved = -rate * total / batch
         falls.append(float(-(mean @ moved) - 0.5 * moved @ bend @ moved))
     sample = torch.tensor(falls, dtype=torch.float64)
     error = float(sample.std()) / math.sqrt(draws)
@@ -206,7 +206,7 @@ def test_with_real_clipping_the_prediction_holds_as_far_as_the_clipped_mean_is_p
     draw = torch.Generator().manual_seed(1)
     taken = torch.rand(3000, records, generator=draw, dtype=torch.float64) < plan.sampling_rate
     moved = taken.double() @ each + plan.noise_std * torch.randn(3000, 12, generator=draw, dtype=torch.float64)
-    moved *= -found.best_rate / plan.divisor
+    moved *= -2 * found.improvement / (curvature.slope * factor) / plan.divisor  # at the best rate of plain SGD
     fall = float((-(moved @ mean) - 0.5 * ((moved @ bend) * moved).sum(1)).mean())
     alignment = torch.cosine_similarity(totals["weight"].double(), mean, dim=0)
     assert float(alignment) > 0.8

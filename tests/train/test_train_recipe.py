@@ -18,6 +18,7 @@ from murmuration.train.config.root import Config
 from murmuration.train.recipe import ready_phase as recipe
 from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon, prepare
 from tests.support.config_base import Change, drop, put
+from tests.support.texture_samples import texture_samples
 from tests.support.train_helpers import plan_for
 
 
@@ -25,7 +26,7 @@ from tests.support.train_helpers import plan_for
 def real(tmp_path: Path, loaded: Callable[..., Config]) -> Callable[..., Config]:
     """The base with real (tiny) shards and a tokenizer."""
     from murmuration.data.index.shard_index import build
-    from murmuration.data.synthetic.index import shape_samples, texture_samples, write_shards
+    from murmuration.data.synthetic.index import shape_samples, write_shards
     from murmuration.data.synthetic.shapes import GRAMMAR_WORDS
 
     for name, samples in (

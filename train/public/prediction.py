@@ -40,12 +40,12 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Prediction:
+    """What the best step of plain SGD brings."""
+
     improvement: float
     without_noise: float
     decelerator: float
     """The noise's share of D: near 1, the noise decides what a step is worth; near 0, it costs nothing."""
-    best_rate: float
-    """The learning rate of plain SGD at which this holds."""
 
 
 def predict(curvature: Curvature, mechanism: Mechanism) -> Prediction | None:
@@ -60,9 +60,8 @@ def predict(curvature: Curvature, mechanism: Mechanism) -> Prediction | None:
         return None
     half = 0.5 * curvature.slope**2
     return Prediction(
-        improvement=half / (quiet + noise), without_noise=half / quiet, decelerator=noise / (quiet + noise),
-        best_rate=curvature.slope / (factor * (quiet + noise)),
-    )  # fmt: skip
+        improvement=half / (quiet + noise), without_noise=half / quiet, decelerator=noise / (quiet + noise)
+    )
 
 
 def best_batch_at_fixed_noise(curvature: Curvature, mechanism: Mechanism) -> float | None:
