@@ -26,7 +26,7 @@ def is_ours(state: Mapping[str, Tensor]) -> bool:
     return all(name.startswith(OURS) for name in state)
 
 
-def timm_entries(state: Mapping[str, Tensor], body: Body, named: Named, account: LoadReport) -> WeightEntries:
+def timm_entries(state: Mapping[str, Tensor], body: Body, named: Named, report: LoadReport) -> WeightEntries:
     """`body.net.…`, and `head.…` where the file's head is one linear layer."""
     head = pretrained_of(named.name).get("classifier")
     heads = [head] if isinstance(head, str) else list(head or ())
@@ -38,12 +38,12 @@ def timm_entries(state: Mapping[str, Tensor], body: Body, named: Named, account:
             if tensor is not None and len(heads) == 1:
                 found[f"head.{end}"] = WeightEntry(tensor.flatten(1) if end == "weight" else tensor, (key,))
             elif tensor is not None:
-                account.add(key, "ignored", tensor, "one of several heads")
+                report.add(key, "ignored", tensor, "one of several heads")
     rest = {key: tensor for key, tensor in state.items() if not key.startswith(tuple(f"{each}." for each in heads))}
-    return found | _entries(_filtered(rest, body.net, account), body, named, account)
+    return found | _entries(_filtered(rest, body.net, report), body, named, report)
 
 
-def _filtered(state: dict[str, Tensor], net: nn.Module, account: LoadReport) -> Mapping[str, Tensor]:
+def _filtered(state: dict[str, Tensor], net: nn.Module, report: LoadReport) -> Mapping[str, Tensor]:
     own: Callable[..., Any] | None = getattr(sys.modules[type(net).__module__], "checkpoint_filter_fn", None)
     if own is None:
         return state
@@ -51,12 +51,12 @@ def _filtered(state: dict[str, Tensor], net: nn.Module, account: LoadReport) -> 
         return own(state, net)
     except (KeyError, RuntimeError, ValueError, AttributeError, TypeError, AssertionError, IndexError) as error:
         raise WeightsError(
-            f"{account.source}: timm cannot read it as weights of {type(net).__name__} ({error!r:.120}); name the "
+            f"{report.source}: timm cannot read it as weights of {type(net).__name__} ({error!r:.120}); name the "
             "architecture of the file in model.name."
         ) from None
 
 
-def hugging_face_entries(path: Path, body: Body, named: Named, account: LoadReport) -> WeightEntries:
+def hugging_face_entries(path: Path, body: Body, named: Named, report: LoadReport) -> WeightEntries:
     from transformers import AutoModelForImageClassification
     from transformers.utils import logging
 
@@ -83,17 +83,17 @@ def hugging_face_entries(path: Path, body: Body, named: Named, account: LoadRepo
         for end in ("weight", "bias")
         if f"classifier.{end}" in state
     }
-    return found | _entries(state, body, named, account)
+    return found | _entries(state, body, named, report)
 
 
-def entries_of(path: Path, model: nn.Module, account: LoadReport) -> WeightEntries:
+def entries_of(path: Path, model: nn.Module, report: LoadReport) -> WeightEntries:
     """`model` has a body of a library, and the file or folder is that library's."""
     body: Any = model.body
     named: Named = model.shape.named  # pyright: ignore
     if isinstance(body, TimmBody):
-        return timm_entries(read_weights(path), body, named, account)
+        return timm_entries(read_weights(path), body, named, report)
     folder = path if path.is_dir() else path.parent
-    return hugging_face_entries(folder, body, named, account)
+    return hugging_face_entries(folder, body, named, report)
 
 
 def is_foreign(path: Path) -> bool:
@@ -101,19 +101,19 @@ def is_foreign(path: Path) -> bool:
     return not export_note(path) and not is_ours(read_weights(path))
 
 
-def _entries(state: Mapping[str, Tensor], body: Body, named: Named, account: LoadReport) -> WeightEntries:
+def _entries(state: Mapping[str, Tensor], body: Body, named: Named, report: LoadReport) -> WeightEntries:
     own = body.net.state_dict()
     if lacking := [name for name in own if name not in state]:
         raise WeightsError(
-            f"{account.source} has nothing for {lacking[0]}{_more(lacking)} of {named}; set model.name to the "
+            f"{report.source} has nothing for {lacking[0]}{_more(lacking)} of {named}; set model.name to the "
             "architecture of the file."
         )
     for name, tensor in state.items():
         if name not in own:
-            account.add(name, "ignored", tensor, f"{named} has no such part without its head")
+            report.add(name, "ignored", tensor, f"{named} has no such part without its head")
         elif own[name].shape != tensor.shape:
             raise WeightsError(
-                f"{name} is {list(tensor.shape)} in {account.source} but {list(own[name].shape)} in {named}; set "
+                f"{name} is {list(tensor.shape)} in {report.source} but {list(own[name].shape)} in {named}; set "
                 "model.name, model.image_size and model.model_args to the file's."
             )
     return {f"body.net.{name}": WeightEntry(state[name], (name,)) for name in own}

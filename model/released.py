@@ -1,11 +1,11 @@
 """Published ViP-MAE and DP-Cap checkpoints: their weights in our modules, and back under their names.
 
 Every size is read from the shapes of the weights, except the numbers of heads, which leave no trace in them: those of
-the published class of that width are used and reported in the account, or can be given. Stored position tables are used
+the published class of that width are used and named in the report, or can be given. Stored position tables are used
 unchanged and not recomputed, because ViP's DP training changed its own.
 
     model = load_vip_mae(torch.load(path, weights_only=True))      # or `read_weights(path)`, which refuses code
-    model, account = read_dpcap(state, image_size=384)             # positions interpolated
+    model, report = read_dpcap(state, image_size=384)             # positions interpolated
     torch.save({"model": to_vip_mae(model)}, path)
 """
 
@@ -43,9 +43,9 @@ def load_vip_mae(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None, say: Callable[[str], object] = print,
 ) -> MaskedAutoencoder:  # fmt: skip
-    """Our module with the weights of a ViP-MAE checkpoint of any size; `say` gets the account."""
-    model, account = read_vip_mae(state_dict, image_size=image_size, heads=heads, decoder_heads=decoder_heads)
-    say(str(account))
+    """Our module with the weights of a ViP-MAE checkpoint of any size; `say` gets the report."""
+    model, report = read_vip_mae(state_dict, image_size=image_size, heads=heads, decoder_heads=decoder_heads)
+    say(str(report))
     return model
 
 
@@ -53,9 +53,9 @@ def load_dpcap(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None, say: Callable[[str], object] = print,
 ) -> Captioner:  # fmt: skip
-    """Our module with the weights of a DP-Cap checkpoint of any size; `say` gets the account."""
-    model, account = read_dpcap(state_dict, image_size=image_size, heads=heads, decoder_heads=decoder_heads)
-    say(str(account))
+    """Our module with the weights of a DP-Cap checkpoint of any size; `say` gets the report."""
+    model, report = read_dpcap(state_dict, image_size=image_size, heads=heads, decoder_heads=decoder_heads)
+    say(str(report))
     return model
 
 
@@ -63,48 +63,46 @@ def read_vip_mae(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None,
 ) -> tuple[MaskedAutoencoder, LoadReport]:  # fmt: skip
-    state, account = flat(state_dict), LoadReport("the ViP-MAE checkpoint")
-    pieces = vip_mae_pieces(state)
-    sizes = _Sizes(state, account, "mae", image_size)
+    state, report = flat(state_dict), LoadReport("the ViP-MAE checkpoint")
+    entries = vip_mae_pieces(state)
+    sizes = _Sizes(state, report, "mae", image_size)
     width = sizes.of("mask_token", 3, -1)
     settings = sizes.settings(
         heads=heads,
         mae_decoder_width=width,
         mae_decoder_depth=sizes.depth("decoder_blocks"),
-        mae_decoder_heads=_heads(account, "decoder ", width, {512: 16}, (16, 12), decoder_heads),
+        mae_decoder_heads=_heads(report, "decoder ", width, {512: 16}, (16, 12), decoder_heads),
     )
     model = _built(settings, "mae", state)
-    fill_whole(model, sizes.resized(pieces), account)
-    return model, account
+    fill_whole(model, sizes.resized(entries), report)
+    return model, report
 
 
 def read_dpcap(
     state_dict: Mapping[str, Any], *, image_size: int | None = None, heads: int | None = None,
     decoder_heads: int | None = None,
 ) -> tuple[Captioner, LoadReport]:  # fmt: skip
-    state, account = flat(state_dict), LoadReport("the DP-Cap checkpoint")
-    pieces = dpcap_pieces(state, account)
-    sizes = _Sizes(state, account, "captioner", image_size)
+    state, report = flat(state_dict), LoadReport("the DP-Cap checkpoint")
+    entries = dpcap_pieces(state, report)
+    sizes = _Sizes(state, report, "captioner", image_size)
     vocabulary, width = sizes.of(TEXT_EMBEDDING, 2, 0), sizes.of(TEXT_EMBEDDING, 2, 1)
     biases = "decoder.layers.0.linear1.bias" in state
     if biases:
-        account.notes.append("ReLU in the decoder: the file cannot say, but published layers with biases have it")
+        report.notes.append("ReLU in the decoder: the file cannot say, but published layers with biases have it")
     known = {192: 6, 384: 6, 512: 16, 576: 12, 768: 12}
     settings = sizes.settings(
         heads=heads,
         decoder_width=width,
         decoder_depth=sizes.depth("decoder.layers"),
-        decoder_heads=_heads(
-            account, "decoder ", width, known, (6, 12, 16) if width < 576 else (12, 16), decoder_heads
-        ),
+        decoder_heads=_heads(report, "decoder ", width, known, (6, 12, 16) if width < 576 else (12, 16), decoder_heads),
         text_length=sizes.of("text_decoder_pos_embed", 3, 1),
         vocabulary=vocabulary,
         decoder_bias=biases,
         decoder_activation="relu" if biases else "gelu",
     )
     model = _built(settings, "caption", state)
-    fill_whole(model, sizes.resized(pieces), account)
-    return model, account
+    fill_whole(model, sizes.resized(entries), report)
+    return model, report
 
 
 def to_vip_mae(model: MaskedAutoencoder) -> dict[str, Tensor]:
@@ -113,7 +111,7 @@ def to_vip_mae(model: MaskedAutoencoder) -> dict[str, Tensor]:
 
 
 def to_dpcap(model: Captioner, unused: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copies of the weights under the published keys. `unused` tensors come from the account of an import; without it
+    """Copies of the weights under the published keys. `unused` tensors come from the report of an import; without it
     they are recomputed or zero."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -135,20 +133,20 @@ def vip_mae_pieces(state: Mapping[str, Tensor]) -> WeightEntries:
     return same_names(state)
 
 
-def dpcap_pieces(state: Mapping[str, Tensor], account: LoadReport) -> WeightEntries:
+def dpcap_pieces(state: Mapping[str, Tensor], report: LoadReport) -> WeightEntries:
     """The weights under our names; tensors that captioning does not use are reported and left out."""
-    pieces: WeightEntries = {}
+    entries: WeightEntries = {}
     for key, tensor in state.items():
         if key in DPCAP_UNUSED:
-            account.add(key, "ignored", tensor, DPCAP_UNUSED[key])
+            report.add(key, "ignored", tensor, DPCAP_UNUSED[key])
         elif key.startswith("decoder.layers.") and key.endswith(".self_attn.bias"):
             _check_mask(key, tensor)
-            account.add(key, "ignored", tensor, "the causal mask, which is recomputed")
+            report.add(key, "ignored", tensor, "the causal mask, which is recomputed")
         elif key == TEXT_EMBEDDING:
-            pieces["text_embedding.weight"] = WeightEntry(tensor, (key,))
+            entries["text_embedding.weight"] = WeightEntry(tensor, (key,))
         else:
-            pieces[key] = WeightEntry(tensor, (key,))
-    return pieces
+            entries[key] = WeightEntry(tensor, (key,))
+    return entries
 
 
 def _check_mask(key: str, mask: Tensor) -> None:
@@ -163,8 +161,8 @@ def _check_mask(key: str, mask: Tensor) -> None:
 class _Sizes:
     """The sizes given by the shapes of the encoder's weights; WeightsError where they do not give one."""
 
-    def __init__(self, state: Mapping[str, Tensor], account: LoadReport, family: str, image_size: int | None) -> None:
-        self.state, self.account, self.family = state, account, family
+    def __init__(self, state: Mapping[str, Tensor], report: LoadReport, family: str, image_size: int | None) -> None:
+        self.state, self.report, self.family = state, report, family
         self.width = self.of("cls_token", 3, -1)
         self.patch = self.of("patch_embed.proj.weight", 4, -1)
         rows = self.of("pos_embed", 3, 1)
@@ -175,7 +173,7 @@ class _Sizes:
 
     def of(self, key: str, dims: int, axis: int) -> int:
         if key not in self.state:
-            raise WeightsError(f"{self.account.source} lacks {key}; pass a whole checkpoint of that class.")
+            raise WeightsError(f"{self.report.source} lacks {key}; pass a whole checkpoint of that class.")
         if self.state[key].dim() != dims:
             raise WeightsError(
                 f"{key} is {list(self.state[key].shape)}, which is not {dims}-dimensional; the checkpoint is damaged "
@@ -191,7 +189,7 @@ class _Sizes:
         }
         if numbers != set(range(len(numbers))) or not numbers:
             raise WeightsError(
-                f"{self.account.source} lacks some of {prefix}.0, {prefix}.1, …; pass all of its weights."
+                f"{self.report.source} lacks some of {prefix}.0, {prefix}.1, …; pass all of its weights."
             )
         return len(numbers)
 
@@ -205,7 +203,7 @@ class _Sizes:
             "patch_size": self.patch,
             "width": self.width,
             "depth": self.depth("blocks"),
-            "heads": _heads(self.account, "", self.width, known, likely, heads),
+            "heads": _heads(self.report, "", self.width, known, likely, heads),
             "qkv_bias": "blocks.0.attn.qkv.bias" in self.state,
         }
         try:
@@ -215,19 +213,19 @@ class _Sizes:
             field = ".".join(map(str, first["loc"]))
             raise WeightsError(f"the weights' sizes fit no model of ours: {field}: {first['msg']}.") from None
 
-    def resized(self, pieces: WeightEntries) -> WeightEntries:
-        """The pieces, with position tables for the requested image size."""
+    def resized(self, entries: WeightEntries) -> WeightEntries:
+        """The entries, with position tables for the requested image size."""
         grid = self.image_size // self.patch
         if grid == self.grid:
-            return pieces
-        self.account.notes.append(
+            return entries
+        self.report.notes.append(
             f"images of {self.image_size} pixels, not {self.grid * self.patch}: positions are interpolated"
         )
-        return {n: resized_piece(p, 1 + grid**2) if n in IMAGE_TABLES else p for n, p in pieces.items()}
+        return {n: resized_piece(p, 1 + grid**2) if n in IMAGE_TABLES else p for n, p in entries.items()}
 
 
 def _heads(
-    account: LoadReport, part: str, width: int, known: Mapping[int, int], likely: tuple[int, ...], given: int | None
+    report: LoadReport, part: str, width: int, known: Mapping[int, int], likely: tuple[int, ...], given: int | None
 ) -> int:
     name = f"{part.strip()}_heads".lstrip("_")
     if given is not None:
@@ -235,10 +233,10 @@ def _heads(
             raise WeightsError(
                 f"{name} = {given} does not divide the width {width}; give the number it was trained with."
             )
-        account.notes.append(f"{given} {part}heads, as given")
+        report.notes.append(f"{given} {part}heads, as given")
         return given
     if width in known:
-        account.notes.append(f"{known[width]} {part}heads, as the published class of width {width} has")
+        report.notes.append(f"{known[width]} {part}heads, as the published class of width {width} has")
         return known[width]
     fitting = [heads for heads in likely if width % heads == 0]
     if not fitting:
@@ -246,7 +244,7 @@ def _heads(
             f"the number of {part}heads cannot be read from weights, and no published class has width {width}; "
             f"pass {name}=."
         )
-    account.notes.append(
+    report.notes.append(
         f"{fitting[0]} {part}heads ASSUMED: weights do not show it, and no published class has width {width}; a "
         f"wrong number gives wrong features and no error, so pass {name}= if it was another"
     )

@@ -1,7 +1,7 @@
 """A model's initial weights from a file: this project's export, ViP-MAE, DP-Cap, timm, Hugging Face.
 
-    account = initialise_from(model, path)    # after build, before trainable.select
-    print(account)
+    report = initialise_from(model, path)    # after build, before trainable.select
+    print(report)
 
 The file's kind is recognised by the names in it. The encoder must fit the model and is taken whole, with positions
 interpolated if the image size differs; decoder and text parts are taken if they fit, and otherwise keep their initial
@@ -43,8 +43,8 @@ def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | Non
     path = Path(path)
     body = getattr(model, "body", None)
     if isinstance(body, Body) and is_foreign(path):
-        account = LoadReport(str(path))
-        return _filled(model, entries_of(path, model, account), account, take_head)
+        report = LoadReport(str(path))
+        return _filled(model, entries_of(path, model, report), report, take_head)
     return initialise_with(model, read_weights(path), export_note(path), take_head=take_head)
 
 
@@ -57,20 +57,20 @@ def initialise_with(
     if any(name.endswith((f".{DOWN}", f".{SOLVING}")) for name in state):
         state = merged(state)
     named = isinstance(getattr(model, "body", None), Body)
-    account, pieces = recognised(state, bool(note) or (named and is_ours(state)))
+    report, entries = recognised(state, bool(note) or (named and is_ours(state)))
     shape = getattr(model, "shape", None)
-    if shape is not None and shape.resnet is None and account.source != OWN:
-        account.notes.append(f"{shape.encoder.heads} heads, as in the model; the weights do not show theirs")
-    return _filled(model, pieces, account, take_head)
+    if shape is not None and shape.resnet is None and report.source != OWN:
+        report.notes.append(f"{shape.encoder.heads} heads, as in the model; the weights do not show theirs")
+    return _filled(model, entries, report, take_head)
 
 
-def _filled(model: nn.Module, pieces: WeightEntries, account: LoadReport, take_head: bool | None) -> LoadReport:
-    if take_head is False or (take_head is None and account.source != OWN):
+def _filled(model: nn.Module, entries: WeightEntries, report: LoadReport, take_head: bool | None) -> LoadReport:
+    if take_head is False or (take_head is None and report.source != OWN):
         for name in HEAD:
-            if piece := pieces.pop(name, None):
-                account.add(piece.keys[0], "ignored", piece.tensor, "the head starts as the settings say")
-    fill_start(model, pieces, account)
-    return account
+            if entry := entries.pop(name, None):
+                report.add(entry.keys[0], "ignored", entry.tensor, "the head starts as the settings say")
+    fill_start(model, entries, report)
+    return report
 
 
 def source_of(names: Collection[str], ours: bool = False) -> str | None:
@@ -89,7 +89,7 @@ def source_of(names: Collection[str], ours: bool = False) -> str | None:
 
 
 def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[LoadReport, WeightEntries]:
-    """The account and the pieces for the file's kind."""
+    """The report and the entries for the file's kind."""
     source = source_of(state, ours)
     if source is None:
         first = ", ".join(list(state)[:3])
@@ -97,10 +97,10 @@ def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[LoadRep
             f"the weights ({first}, …) are of no known kind; choose this project's export, ViP-MAE, DP-Cap, a "
             f"plain vision transformer of timm or Hugging Face, or timm's BiT."
         )
-    account = LoadReport(source)
+    report = LoadReport(source)
     if source == OWN:
-        return account, same_names(state)
+        return report, same_names(state)
     if source == VIP_MAE:
-        return account, vip_mae_pieces(state)
-    pieces = {DP_CAP: dpcap_pieces, HUGGING_FACE: hf_pieces, BIT: bit_pieces, TIMM: timm_pieces}[source]
-    return account, pieces(state, account)
+        return report, vip_mae_pieces(state)
+    renamed = {DP_CAP: dpcap_pieces, HUGGING_FACE: hf_pieces, BIT: bit_pieces, TIMM: timm_pieces}[source]
+    return report, renamed(state, report)

@@ -49,7 +49,7 @@ class Computing:
         return ReadOptions(self.workers, max(1, self.workers + 2))
 
 
-MicroBatch = tuple[np.ndarray, dict[str, Tensor], Tensor]
+ReadBatch = tuple[np.ndarray, dict[str, Tensor], Tensor]
 """Which records, their inputs on the device, and which rows are present."""
 
 
@@ -62,7 +62,7 @@ def places_of_micro_batches(numbers: np.ndarray, size: int, total: int) -> np.nd
 
 def batches(
     reader: BatchReader, ids: np.ndarray, computing: Computing, step: int, progress: Callable[[int, int], object]
-) -> Iterator[MicroBatch]:
+) -> Iterator[ReadBatch]:
     """Micro-batches of `ids` in order."""
     size = computing.micro_batch
     rows = np.full((-(-len(ids) // size), size), EMPTY, dtype=np.int64)
@@ -172,7 +172,7 @@ class Filling:
         places = places_of_micro_batches(sharing.mine(wanted), size, records)
         at = 0
 
-        def put(read: MicroBatch) -> None:
+        def put(read: ReadBatch) -> None:
             nonlocal at
             row, inputs, present = read
             with autocast(computing.precision, computing.device):

@@ -23,7 +23,7 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.train.clip.precision import autocast
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.features import Computing, MicroBatch, batches, places_of_micro_batches
+from murmuration.train.evaluate.features import Computing, ReadBatch, batches, places_of_micro_batches
 from murmuration.train.evaluate.public_records import digest_for_all, excluded_for_all
 from murmuration.train.evaluate.result import Result, certificate_of
 from murmuration.train.evaluate.sharing import Sharing
@@ -132,7 +132,7 @@ class Session:
         ids = chosen.ids[places_of_micro_batches(numbers, size, total)]
         reader = BatchReader(chosen.index, spec, text, mask_key=MASKS, reading=self.computing.reading())
 
-        def answer(part: tuple[int, MicroBatch]) -> None:
+        def answer(part: tuple[int, ReadBatch]) -> None:
             number, (ids, inputs, present) = part
             here, found = present.numpy(), []
             if here.any():
