@@ -129,4 +129,4 @@ def test_planned_hours_are_the_planners(name: str) -> None:
     cluster = Cluster(8, 80, 150, 25, 4e8)
     hours = sum(phase.gpu_hours(cluster) or math.nan for phase in forecast(config, cluster))
     said = float(re.findall(r"([\d,.]+) GPU-hours", config.about.hardware)[0].replace(",", ""))
-    assert said == float(f"{hours:.2g}"), hours
+    assert abs(hours / said - 1) < 0.05, hours
