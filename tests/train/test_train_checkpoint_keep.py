@@ -93,6 +93,13 @@ def test_folders_of_other_names_are_never_retired(tmp_path: Path) -> None:
     assert copy.exists() and folders(tmp_path) == [copy.name, Position(0, 3).folder]
 
 
+def test_a_step_of_nine_digits_is_retired_like_any_other(tmp_path: Path) -> None:
+    engine = trained(alone())
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        save(tmp_path, engine, step, Keep(1))
+    assert folders(tmp_path) == [Position(0, 100_000_001).folder]
+
+
 def test_a_loss_that_is_not_finite_is_never_the_best_and_leaves_a_pointer_that_can_be_read(tmp_path: Path) -> None:
     losses = {40: math.nan, 30: 0.5, 20: math.inf, 10: 0.4}
     entries = [KeptCheckpoint(0, step, "0", {"loss": loss}) for step, loss in losses.items()]

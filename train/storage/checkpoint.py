@@ -116,14 +116,18 @@ def pointer_text(entries: Sequence[KeptCheckpoint]) -> bytes:
     return (json.dumps({**newest, "before": before}, indent=1) + "\n").encode()
 
 
+def _place_of(folder: str) -> tuple[int, int] | None:
+    """Phase and step of a checkpoint's folder; None for other names, such as a copy that somebody made."""
+    found = re.fullmatch(r"phase(\d{2,4})-step(\d{8,15})", folder, re.ASCII)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def _entry(named: dict[str, Any]) -> KeptCheckpoint:
     folder, digest, public = named["folder"], named["manifest_sha256"], named.get("public", {})
-    place = re.fullmatch(r"phase(\d{2,4})-step(\d{8,15})", folder, re.ASCII)
+    place = _place_of(folder)
     if place is None or not isinstance(digest, str):
         raise ValueError(f"it names no checkpoint but {str(folder)[:80]!r}")
-    return KeptCheckpoint(
-        int(place[1]), int(place[2]), digest, {str(name): float(value) for name, value in public.items()}
-    )
+    return KeptCheckpoint(*place, digest, {str(name): float(value) for name, value in public.items()})
 
 
 __all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Keep", "KeptCheckpoint", "Loaded", "Position", "StorageError"]
@@ -261,8 +265,8 @@ class Checkpoints:
 
     def _retire(self) -> None:
         kept = {entry.folder for entry in read_pointer(self.pointer)}
-        for old in self.folder.glob("phase*-step*"):
-            if old.name not in kept:
+        for old in self.folder.glob("phase*"):
+            if old.name not in kept and _place_of(old.name) is not None:
                 shutil.rmtree(old)
 
     def recover(
