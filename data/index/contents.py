@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import SplitIndex, whole_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.cache import Copies
 from murmuration.data.store.place import RecordIndex
@@ -27,7 +27,7 @@ def pins_contents(index: RecordIndex) -> bool:
     """Whether a record that changed under an equal size is noticed. If not, steps are never repeated under their old
     keys. Sizes alone are known of images without `--contents`, of shards that were indexed by their sidecars, and of
     remote shards whose server sends no ETags."""
-    whole = index.whole if isinstance(index, SplitIndex) else index
+    whole = whole_of(index)
     if isinstance(whole, FolderIndex):
         return whole.pinned
     if isinstance(whole, ShardIndex):
@@ -39,7 +39,7 @@ def pins_contents(index: RecordIndex) -> bool:
 def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:
     """The local shards that contain these records. Images in folders are compared at every read if their index has
     hashes, and remote shards with the manifest; synthetic records follow from their rule."""
-    whole = index.whole if isinstance(index, SplitIndex) else index
+    whole = whole_of(index)
     if not isinstance(whole, ShardIndex) or not isinstance(whole.root, Path):
         return []
     numbers = index.originals(ids) if isinstance(index, SplitIndex) else ids
@@ -50,7 +50,7 @@ def shards_of(index: RecordIndex, ids: np.ndarray) -> list[int]:
 def forget_cached(index: RecordIndex, ids: np.ndarray | None, folder: Path, beat: Callable[[], None]) -> None:
     """Makes sure that these records of a remote index (None: all) come from its store, or from a cached shard that is
     the indexed one."""
-    whole = index.whole if isinstance(index, SplitIndex) else index
+    whole = whole_of(index)
     if not isinstance(whole, ShardIndex) or isinstance(whole.root, Path) or not folder.is_dir():
         return
     places = {str(whole.place(number)): shard for number, shard in enumerate(whole.shards)}
@@ -78,7 +78,7 @@ def with_sample(index: RecordIndex, shards: Collection[int]) -> list[int]:
 
 def require_contents(index: RecordIndex, shards: Sequence[int], beat: Callable[[], None]) -> None:
     """Read the shards from end to end; ShardError for the first that is not the indexed one."""
-    whole = index.whole if isinstance(index, SplitIndex) else index
+    whole = whole_of(index)
     assert isinstance(whole, ShardIndex) or not shards
     for shard in shards:
         assert isinstance(whole, ShardIndex)

@@ -18,7 +18,7 @@ import hashlib
 import hmac
 
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.salt import SALT, make_salt, read_salt
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
@@ -59,7 +59,7 @@ def _keyed(salt: bytes, what: str, digest: str) -> str:
 
 def _in_a_folder(index: RecordIndex) -> ShardIndex | FolderIndex | None:
     """The index in a folder behind `index`; None for records that are synthetic or streamed, or for none at all."""
-    whole = index.whole if isinstance(index, SplitIndex) else index
+    whole = whole_of(index)
     return whole if isinstance(whole, ShardIndex | FolderIndex) else None
 
 

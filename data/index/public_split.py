@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from murmuration.data.store.place import Place, RecordIndex, Shard, ShardError, 
 
 FROZEN = "public_split.json"
 _NAME = b"murmuration public fraction 1"
+_Records = TypeVar("_Records")
 
 
 class SplitIndex:
@@ -109,6 +111,11 @@ class SplitIndex:
         self.whole.check_unchanged(contents=contents)
 
 
+def whole_of(index: _Records) -> RecordIndex | _Records:
+    """The index of all records where this is one of a part; anything else is returned as it is."""
+    return index.whole if isinstance(index, SplitIndex) else index
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a set is split: its number of records, and the public fraction of them; or, with `unit`, of units."""
@@ -153,7 +160,7 @@ def _text_or_none(value: object) -> str | None:
 
 def index_folders(index: RecordIndex) -> tuple[Path, ...]:
     """The folders with notes about these records: the index's own, and that of the index beside the files."""
-    whole = index.whole if isinstance(index, SplitIndex) else index
+    whole = whole_of(index)
     if isinstance(whole, ShardIndex):
         beside = whole.root / FOLDER if isinstance(whole.root, Path) else whole.folder
     elif isinstance(whole, FolderIndex):
@@ -176,7 +183,7 @@ def public_share(records: int, fraction: float, what: str = "record") -> int:
 
 def places_of(index: RecordIndex) -> frozenset[str]:
     """The places of the shards of an index; empty unless it is an index of tar shards."""
-    whole = index.whole if isinstance(index, SplitIndex) else index
+    whole = whole_of(index)
     return frozenset(str(join(whole.root, shard.name)) for shard in whole.shards if isinstance(whole, ShardIndex))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.data.decode.fields import RIGHT
 from murmuration.data.index.folders import IMAGES, FolderIndex
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import whole_of
 from murmuration.data.store.place import Place, RecordIndex, Shard, ShardError
 from murmuration.data.store.tar import key_of, shown
 
@@ -112,7 +112,7 @@ class RightlyLabelled:
         self.whole.check_unchanged(contents=contents)
 
     def _name(self, record: int, raw: bytes) -> str:
-        whole = self.whole.whole if isinstance(self.whole, SplitIndex) else self.whole
+        whole = whole_of(self.whole)
         if not isinstance(whole, FolderIndex):
             return key_of(raw, self.owner(record))
         place = self.locate(record)[0]

@@ -17,7 +17,7 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.decode.augment import Augment, ResizeCrop
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import SplitIndex, whole_of
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.train.clip.precision import autocast
@@ -56,12 +56,12 @@ class Chosen:
     @property
     def folders(self) -> FolderIndex | None:
         """The class folders behind the records, if there are any."""
-        whole = self.index.whole if isinstance(self.index, SplitIndex) else self.index
+        whole = whole_of(self.index)
         return whole if isinstance(whole, FolderIndex) and whole.labelled else None
 
     def name(self, record: int) -> str:
         place, start, _ = self.index.locate(record)
-        whole = self.index.whole if isinstance(self.index, SplitIndex) else self.index
+        whole = whole_of(self.index)
         if isinstance(whole, FolderIndex) and isinstance(place, Path):
             return str(place.relative_to(whole.root))
         return f"{str(place).rpartition('/')[2]} at byte {start}"

@@ -12,7 +12,7 @@ from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import shown
@@ -33,7 +33,7 @@ class LabelSource:
 
     @staticmethod
     def of(where: str, index: RecordIndex | None, label: str | None, private: bool = False) -> Iterator[LabelSource]:
-        whole = index.whole if isinstance(index, SplitIndex) else index
+        whole = whole_of(index)
         if label == FOLDERS and isinstance(whole, FolderIndex) and whole.labelled:
             yield LabelSource(where, whole, private)
 

@@ -19,7 +19,7 @@ from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import SplitIndex, index_folders
+from murmuration.data.index.public_split import SplitIndex, index_folders, whole_of
 from murmuration.data.index.shard_index import ShardIndex, shared_shard
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, RunLog
@@ -43,7 +43,7 @@ class Extent:
     @staticmethod
     def of(records: RecordIndex | Path) -> Extent:
         """`records` may also be a folder of pictures without an index, or a single one."""
-        whole = records.whole if isinstance(records, SplitIndex) else records
+        whole = whole_of(records)
         if isinstance(whole, FolderIndex):
             return _searched(whole.root)
         if isinstance(whole, Path):
@@ -80,8 +80,8 @@ class Extent:
 def share_records(public: RecordIndex | Path, extent: Extent, private: RecordIndex, of_private: Extent) -> bool:
     """Whether records of an index may be among the public ones: by the folders in which they lie, or, where both are
     tar shards, by the shards."""
-    whole = private.whole if isinstance(private, SplitIndex) else private
-    mine = public.whole if isinstance(public, SplitIndex) else public
+    whole = whole_of(private)
+    mine = whole_of(public)
     if isinstance(whole, ShardIndex) and isinstance(mine, ShardIndex | StreamIndex):
         if not _shards(whole).isdisjoint(_shards(mine)):
             return True

@@ -28,7 +28,7 @@ from murmuration.data.decode.fields import captions_of, class_in_file, classes_l
 from murmuration.data.draw.micro_batch import Fetched
 from murmuration.data.index.census import Census
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
@@ -91,7 +91,7 @@ def look_at(
     held = _Held(phase.index)
     key = secrets.token_bytes(32)  # another crop than any run's
     to_show = set(ids[spread(len(ids), shown)].tolist()) if shown else set[int]()
-    whole = phase.index.whole if isinstance(phase.index, SplitIndex) else phase.index
+    whole = whole_of(phase.index)
     source = _source(phase.index, reading)
     with (
         ThreadPoolExecutor(reading.in_flight) as pool,
@@ -223,7 +223,7 @@ def _seen(phase: ReadyPhase, row: int, fetched: Fetched) -> tuple[str, str]:
 
 def name_of(phase: ReadyPhase, number: int, outputs: bool = False) -> str:
     """The name of a class in brackets, by its number in files or among the outputs; nothing where it has no name."""
-    whole = phase.index.whole if isinstance(phase.index, SplitIndex) else phase.index
+    whole = whole_of(phase.index)
     if phase.label_list is not None:
         names = phase.label_list.names if outputs else phase.label_list.in_files
     else:

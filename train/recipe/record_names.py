@@ -23,7 +23,7 @@ from murmuration.data.index.census import CAPTION
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.kept_census import LONGEST_NAME, Names, names_of
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import Cut, SplitIndex
+from murmuration.data.index.public_split import Cut, whole_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import shown
@@ -97,9 +97,9 @@ def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex 
     `find` gives the index of a set, or None where it is not at hand."""
     notes: list[str] = []
     parts = [(part, find(part)) for part in parts_of(number, phase)]
-    private = {_whole(index).folder for part, index in parts if index is not None and not part.public}
+    private = {whole_of(index).folder for part, index in parts if index is not None and not part.public}
     for part, index in parts:
-        whole = None if index is None else _whole(index)
+        whole = whole_of(index)
         if isinstance(whole, FolderIndex):
             _require_of_images(part, whole)
         elif isinstance(whole, ShardIndex):
@@ -112,10 +112,6 @@ def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex 
                 continue
             _Comparison(part, names, _open_to_all(part, whole, private)).refuse()
     return notes
-
-
-def _whole(index: RecordIndex) -> RecordIndex:
-    return index.whole if isinstance(index, SplitIndex) else index
 
 
 def _open_to_all(part: Part, whole: ShardIndex, private: set[Path]) -> bool:

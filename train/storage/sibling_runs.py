@@ -25,7 +25,7 @@ from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.accounting.unit import RECORD
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.storage.run_dir import whole_lines
@@ -48,7 +48,7 @@ class RunLog:
 
     @staticmethod
     def of(index: RecordIndex, registry: str | None = None) -> RunLog:
-        whole = index.whole if isinstance(index, SplitIndex) else index
+        whole = whole_of(index)
         files = []
         if isinstance(whole, ShardIndex | FolderIndex):
             files = [whole.folder / LOG, *(folder / BESIDE_SHARDS for folder in _folders_of(whole))]
