@@ -8,9 +8,7 @@ without privacy, which later certificates on the same records repeat; and what i
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from murmuration.accounting.durable import atomic
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.store.place import RecordIndex
@@ -28,7 +25,7 @@ from murmuration.evaluation.membership import Attack, MembershipError, by_classi
 from murmuration.model.classifier import Classifier
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.result import Outcome
+from murmuration.train.evaluate.result import Outcome, write_csv
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
 from murmuration.train.evaluate.weights import Evaluated
 from murmuration.train.storage.sibling_runs import RunLog
@@ -170,11 +167,8 @@ def _lira(found: Signals, signals: list[Signals], shadows: tuple[Shadow, ...]) -
 
 
 def _write(found: Signals, members: np.ndarray, attacks: dict[str, Attack], path: Path) -> None:
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["record", "member", "loss", *(f"score, {name}" for name in attacks)])
+    rows = []
     for number, name in enumerate(found.names):
         scores = [f"{attack.scores[number]:.6g}" for attack in attacks.values()]
-        rows.writerow([name, int(members[number]), f"{found.losses[number]:.6g}", *scores])
-    with atomic(path, 0o600) as file:
-        file.write(text.getvalue().encode(errors="backslashreplace"))
+        rows.append([name, int(members[number]), f"{found.losses[number]:.6g}", *scores])
+    write_csv(path, ["record", "member", "loss", *(f"score, {name}" for name in attacks)], rows, mode=0o600)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from murmuration.accounting.durable import atomic
 from murmuration.data.batch.shard_reader import ShardReader, open_source
 from murmuration.data.decode.fields import captions_of, has_caption
 from murmuration.data.text.encoder import TextEncoder
@@ -22,7 +19,7 @@ from murmuration.evaluation.interval import mean
 from murmuration.model.captioner import Captioner
 from murmuration.train.evaluate.caption_files import numbers_of, read_captions
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.result import Outcome, Result, Tile
+from murmuration.train.evaluate.result import Outcome, Result, Tile, write_csv
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.run.report_pictures import pixels, png
 
@@ -79,7 +76,7 @@ def run_caption(session: Session, chosen: Chosen, settings: CaptionSettings, tex
         result.notes.append("Below each picture: the caption that was written, and in small print its own one.")
     if captioned or listed is not None:
         _add_metrics(session, result, chosen, [(record, caption) for record, (caption, *_) in answers], listed)
-    _write(session, rows)
+    write_csv(session.out / CAPTIONS, ["record", "caption", "true caption"], rows)
     return Outcome(result, tiles)
 
 
@@ -126,12 +123,3 @@ def _has_captions(session: Session, chosen: Chosen) -> bool:
     reader = ShardReader(index, open_source(index, session.computing.reading()))
     first = next((int(record) for record in chosen.ids if not index.left_out(int(record))), None)
     return first is not None and has_caption(reader.read(first), TEXT)
-
-
-def _write(session: Session, rows: list[tuple[str, str, str]]) -> None:
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(["record", "caption", "true caption"])
-    lines.writerows(rows)
-    with atomic(session.out / CAPTIONS) as file:
-        file.write(text.getvalue().encode(errors="backslashreplace"))

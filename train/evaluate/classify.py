@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from murmuration.accounting.durable import atomic
 from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
@@ -19,7 +16,7 @@ from murmuration.evaluation.interval import share
 from murmuration.evaluation.shares import MOST, TITLES, right_of, share_names
 from murmuration.model.classifier import Classifier
 from murmuration.train.evaluate.errors import EvaluationError
-from murmuration.train.evaluate.result import Outcome, Result, Tile
+from murmuration.train.evaluate.result import Outcome, Result, Tile, write_csv
 from murmuration.train.evaluate.session import Chosen, Session, by_list
 from murmuration.train.recipe.labels import FOLDERS
 from murmuration.train.run.report_pictures import pixels, png
@@ -132,11 +129,9 @@ def _add_shares(result: Result, answers: list[tuple[int, bool | None]], classes:
 
 
 def _write(predictions: list[Prediction], path: Path, most: int) -> None:
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["record", *(f"{what}_{place + 1}" for place in range(most) for what in ("class", "probability"))])
+    header = ["record", *(f"{what}_{place + 1}" for place in range(most) for what in ("class", "probability"))]
+    rows = []
     for each in predictions:
         pairs = zip(each.best, each.probabilities, strict=True)
-        rows.writerow([each.record, *(cell for name, value in pairs for cell in (name, f"{value:.6g}"))])
-    with atomic(path) as file:
-        file.write(text.getvalue().encode(errors="backslashreplace"))
+        rows.append([each.record, *(cell for name, value in pairs for cell in (name, f"{value:.6g}"))])
+    write_csv(path, header, rows)

@@ -5,9 +5,11 @@ Nothing in either depends on when or how fast it was made, so that a repeated ev
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,6 +101,16 @@ def write(outcome: Outcome, out: Path) -> None:
         file.write(page_of(outcome).encode("utf-8", "backslashreplace"))
     with atomic(out / RESULT, mode) as file:
         file.write(json.dumps(result.as_dict(), indent=2).encode() + b"\n")
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]], mode: int = 0o644) -> None:
+    """Lines end in a bare line feed on every system."""
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(header)
+    lines.writerows(rows)
+    with atomic(path, mode) as file:
+        file.write(text.getvalue().encode("utf-8", "backslashreplace"))
 
 
 def read(path: Path) -> dict[str, Any]:
