@@ -34,6 +34,11 @@ def sentence(error: object) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
 
+def first_line(error: BaseException, most: int | None = 200) -> str:
+    """The first line of what a library says, for the brackets of a sentence of ours; its class if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
 def printable_leaves(value: Any) -> Any:
     """A JSON value with every text in it, keys included, made printable."""
     if isinstance(value, str):

@@ -29,7 +29,7 @@ from murmuration.accounting.certificate.signature import fault_of, public_key, s
 from murmuration.accounting.certificate.statement import NOT_RATCHETED, RATCHETED, UNKEYED_DIGESTS, deviations_of
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
-from murmuration.accounting.escaping import LONGEST, sentence
+from murmuration.accounting.escaping import LONGEST, first_line, sentence
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, RunKey, destroy, store
 from murmuration.accounting.ledger import copied_run, heads
@@ -477,6 +477,13 @@ def test_a_sentence_is_cut_in_its_middle_and_only_if_it_is_too_long() -> None:
     assert sentence(ValueError(whole)) == whole
     cut = sentence(ValueError(f"{whole}end"))
     assert cut == f"{whole[:500]} … {(whole + 'end')[-500:]}"
+
+
+def test_only_the_first_line_of_a_library_s_error_is_told() -> None:
+    assert first_line(ValueError("\n said \nand more")) == "said "
+    assert first_line(ValueError(" \n")) == first_line(ValueError()) == "ValueError"
+    assert first_line(ValueError("x" * 300)) == "x" * 200 and first_line(ValueError("x" * 300), most=3) == "xxx"
+    assert first_line(ValueError("x" * 300), most=None) == "x" * 300
 
 
 def test_numbers_are_printed_too_and_as_json_where_that_is_asked_for(tmp_path: Path) -> None:

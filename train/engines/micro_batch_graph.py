@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from murmuration.accounting.escaping import first_line
 from murmuration.train.clip.engine import Clipped, DeferringClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums
@@ -136,8 +137,7 @@ class MicroBatchGraph:
             recording = _Recording(baked, own, nobody, seen, replay)
             different = self._differs(recording, model, inputs, sums, rule, before)
         except RuntimeError as error:  # out of memory is one of them
-            said = str(error).strip() or type(error).__name__
-            self.why_not = f"the device would not record a micro-batch ({said.splitlines()[0]})"
+            self.why_not = f"the device would not record a micro-batch ({first_line(error, most=None)})"
         else:
             if different is None:
                 self._recording, self.recordings = recording, self.recordings + 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from murmuration.accounting.escaping import first_line
 from murmuration.model.load_report import LoadReport
 from murmuration.model.named import LEFT_OUT, Named, side_of
 from murmuration.train.evaluate.errors import EvaluationError
@@ -102,8 +103,8 @@ def _config(kept: dict[str, Any]) -> Any:
         return AutoConfig.for_model(kind, **plain)
     except Exception as error:  # whatever a library raises on a config that it does not know
         raise EvaluationError(
-            f"its config.json describes {kind!r:.80}, of which transformers makes no model ({_first(error)}); name "
-            "another"
+            f"its config.json describes {kind!r:.80}, of which transformers makes no model "
+            f"({first_line(error, 160)}); name another"
         ) from None
 
 
@@ -138,8 +139,8 @@ def _loaded(folder: Path, config: Any, classifies: bool) -> tuple[Any, set[str],
         )  # fmt: skip
     except Exception as error:  # whatever a library raises on weights that do not fit
         raise EvaluationError(
-            f"{folder} cannot be read as {config.model_type} by transformers ({_first(error)}); name a folder with an "
-            "image encoder"
+            f"{folder} cannot be read as {config.model_type} by transformers ({first_line(error, 160)}); name a "
+            "folder with an image encoder"
         ) from None
     finally:
         logging.set_verbosity(told_before)
@@ -155,7 +156,3 @@ def _report(net: Any, gone: set[str], report: LoadReport) -> None:
             report.add(key, "taken", own)
         else:
             report.add(told_as(key, HEADS), "missing", own)
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

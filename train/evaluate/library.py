@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from murmuration.accounting.escaping import first_line
 from murmuration.model.classifier import Classifier, classification_loss
 from murmuration.model.encoder import Inputs, check_images
 from murmuration.model.load_report import LoadReport
@@ -67,10 +68,9 @@ class LibraryClassifier(Classifier):
             logits = self.logits_of(image)
             logits = torch.zeros(1, 1) if logits is None else logits
         except Exception as error:  # whatever a library raises on pictures of a size that it does not take
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EvaluationError(
-                f"{named} does not run on pictures of {side} px ({reason:.120}); give it a size that it takes by "
-                "--image-size, or name another model"
+                f"{named} does not run on pictures of {side} px ({first_line(error, 120)}); give it a size that it "
+                "takes by --image-size, or name another model"
             ) from None
         if features.dim() != 2 or logits.dim() != 2:
             raise EvaluationError(

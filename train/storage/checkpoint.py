@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from murmuration.accounting.durable import sync
+from murmuration.accounting.escaping import first_line
 from murmuration.accounting.strict_json import parse
 from murmuration.train.distributed.ranks import Ranks, on_all, raised_on_all_ranks
 from murmuration.train.engines.base import Engine
@@ -96,10 +97,9 @@ def read_pointer(path: Path) -> list[KeptCheckpoint]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); repair the disk or the permissions") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise PointerError(
-            f"{path} is damaged ({reason}); restore it, or start the training command again, which rebuilds it from "
-            "the ledger"
+            f"{path} is damaged ({first_line(error)}); restore it, or start the training command again, which rebuilds "
+            "it from the ledger"
         ) from None
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.errors import RunError
+from murmuration.accounting.escaping import first_line
 from murmuration.model.load_report import WeightsError
 from murmuration.model.weight_files import load_plain
 from murmuration.train.storage.checkpoint_read import WEIGHTS, Loaded
@@ -73,7 +74,7 @@ def read_deepspeed(folder: Path) -> dict[str, Tensor]:
     except WeightsError as error:
         raise LayoutError(str(error)) from None
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error, most=None)
         raise LayoutError(f"{place} is not laid out as a ZeRO checkpoint of DeepSpeed ({reason})") from None
 
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import RunError
+from murmuration.accounting.escaping import first_line
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder
@@ -49,10 +50,9 @@ class ModelNote:
             source, listed = _source(told.get(TOKENIZER), folder), _file(told.get(CLASSES), folder, CLASSES)
             names = ClassList.read(Path(listed)).names if listed is not None else ()
         except (ValidationError, TypeError, KeyError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise ModelNoteError(
-                f"{folder}: what is said there about the model cannot be read ({reason}); export it again, or pass "
-                "--config"
+                f"{folder}: what is said there about the model cannot be read ({first_line(error)}); export it again, "
+                "or pass --config"
             ) from None
         return ModelNote(settings, source, names)
 

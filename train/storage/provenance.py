@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from murmuration.accounting.escaping import first_line
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
 from murmuration.accounting.ledger.warm_start_origin import Origin
@@ -79,7 +80,7 @@ class Provenance:
             origins = tuple(read(Origin, origin) for origin in told["origins"])
             return Provenance(origins, told["undeclared"], frozenset(public))
         except (JsonError, ValueError, TypeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise ProvenanceError(
-                f"its metadata do not say which records it was made from ({reason}); export the weights again"
+                f"its metadata do not say which records it was made from ({first_line(error)}); export the weights "
+                "again"
             ) from None
