@@ -103,10 +103,15 @@ def group_row(history: History, events: Sequence[Event] | None, delta: float, re
     return row(compute)
 
 
+def delta_of(claim: dict[str, Any]) -> float:
+    """Delta of the claim; the spent epsilon is stated at the plans' own delta."""
+    return claim.get("delta_claimed", claim["delta"])
+
+
 def curve_of(certificate: dict[str, Any]) -> TradeOff:
     """The trade-off curve that follows from a certificate's claim alone, without its limits."""
     claim = certificate["claim"]
-    return trade_off.of_point(claim["epsilon_claimed"] or 0.0, claim.get("delta_claimed", claim["delta"]) or 1.0)
+    return trade_off.of_point(claim["epsilon_claimed"] or 0.0, delta_of(claim) or 1.0)
 
 
 def _known(events: Sequence[Event] | None, compute: Callable[..., float], *asked: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from murmuration.accounting import template
 from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
-from murmuration.accounting.certificate.limits import curve_of
+from murmuration.accounting.certificate.limits import curve_of, delta_of
 from murmuration.accounting.certificate.picture import trade_off_svg
 from murmuration.accounting.certificate.registry import registry_entry
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
@@ -172,7 +172,7 @@ def _meaning(certificate: dict[str, Any]) -> list[str]:
     objection = None if claim["private"] or stands_for else claim["statement"]
     limits = certificate.get("limits")
     attacks = Attacks.of_limits(limits) if limits else Attacks.of_curve(curve_of(certificate))
-    text = explain(claim["epsilon_claimed"] or 0.0, _delta(claim) or 1.0, certificate["unit"], attacks, objection)
+    text = explain(claim["epsilon_claimed"] or 0.0, delta_of(claim) or 1.0, certificate["unit"], attacks, objection)
     return [*([f"{stands_for}. The following is about what was run."] if stands_for else []), *text.split("\n\n")]
 
 
@@ -239,7 +239,7 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
     strength = "no promise" if not (claim["private"] or "stands_for" in claim) else (
-        f"ε = {claim['epsilon_claimed']}, δ = {show_delta(_delta(claim))}"
+        f"ε = {claim['epsilon_claimed']}, δ = {show_delta(delta_of(claim))}"
     )  # fmt: skip
     about = certificate.get("about") or {}
     return [
@@ -303,11 +303,6 @@ def _tuned(certificate: dict[str, Any]) -> str:
     return "; ".join(told) or "nothing was declared"
 
 
-def _delta(claim: dict[str, Any]) -> float:
-    """Delta of the claim; the spent epsilon is stated at the plans' own delta."""
-    return claim.get("delta_claimed", claim["delta"])
-
-
 def _composition(certificate: dict[str, Any]) -> list[Block]:
     found = certificate.get("composition")
     if not found:
@@ -338,7 +333,7 @@ def model_card(certificate: dict[str, Any]) -> str:
     claim = certificate["claim"]
     lines = ["differential_privacy:", f"  private: {'true' if claim['private'] else 'false'}"]
     if claim["private"]:
-        lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(_delta(claim))}"]
+        lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(delta_of(claim))}"]
         lines += [f"  unit: {_unit_of_card(certificate)}", "  neighbours: zero-out"]
         lines += ["  accountant: PLD", f"  sampling: {_sampling(certificate)}"]
     else:

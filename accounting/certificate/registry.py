@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from murmuration.accounting.certificate.limits import delta_of
 from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.unit import noun_of
 
@@ -33,8 +34,7 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
         "privacy_unit_description": f"{certificate['unit']}; {certificate['adjacency']}",
     }
     if private:
-        delta = claim.get("delta_claimed", claim["delta"])
-        loss["privacy_parameters"] = {"epsilon": claim["epsilon_claimed"], "delta": float(show_delta(delta))}
+        loss["privacy_parameters"] = {"epsilon": claim["epsilon_claimed"], "delta": float(show_delta(delta_of(claim)))}
     loss["privacy_parameters_description"] = claim["statement"]
     return {
         "deployment": {
