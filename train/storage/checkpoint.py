@@ -13,8 +13,9 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -410,19 +411,16 @@ def _durably(path: Path, content: bytes) -> None:
     sync(path)
 
 
-class _explained:
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     """Turns a file system's error into one sentence with its fix."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError | SafetensorError) and not isinstance(error, StorageError):
-            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise StorageError(
-                f"{self.path} could not be written ({why}); the checkpoint before it is whole: free space or fix the "
-                "permissions, then start the same command again"
-            ) from None
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise StorageError(
+            f"{path} could not be written ({why}); the checkpoint before it is whole: free space or fix the "
+            "permissions, then start the same command again"
+        ) from None
