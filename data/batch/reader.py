@@ -20,7 +20,7 @@ from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, Shard
 from murmuration.data.batch.slot_rows import SlotRows, UnitRecords, UnitReduce
 from murmuration.data.decode.augment import Augment, caption_choice, drop_key, mask_noise, require_known
 from murmuration.data.decode.class_list import ClassList
-from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing
+from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing, picture_in
 from murmuration.data.decode.fields import captions_of, classes_listed, numbers_of, right_classes
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
@@ -281,8 +281,8 @@ class BatchReader:
             return error
 
     def _prepare(self, members: dict[str, bytes], record: int, step: int, pixels: np.ndarray) -> _Parts:
-        suffix = next((suffix for suffix in self.spec.image_suffixes if suffix in members), None)
-        if suffix is None and self.spec.pictures:
+        picture = picture_in(members, self.spec.image_suffixes)
+        if picture is None and self.spec.pictures:
             raise BadRecord(f"no image: the record contains {sorted(members)}")
         # The cheap parts first: a record without a caption needs no decoding. The picture last: once it is in its slot,
         # nothing can go wrong any more.
@@ -291,12 +291,12 @@ class BatchReader:
             tokens = self._tokens(members, record, step)
             labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, spec.class_list)
             listed = [] if spec.listed is None else classes_listed(members, spec.listed, spec.classes, spec.class_list)
-        if suffix is None or not spec.pictures:
+        if picture is None or not spec.pictures:
             pass
         elif self._processes is not None:
-            self._processes.make(members[suffix], step, record, pixels)
+            self._processes.make(picture, step, record, pixels)
         else:
-            np.copyto(pixels, self._pictures.make(members[suffix], step, record))
+            np.copyto(pixels, self._pictures.make(picture, step, record))
         return _Parts(tokens, labels, listed, weight, right_classes(members) if spec.right_classes else [])
 
     def _tokens(self, members: dict[str, bytes], record: int, step: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,6 +70,11 @@ def parsing(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise BadRecord(f"{what} ({type(error).__name__}: {error})") from error
+
+
+def picture_in(members: Mapping[str, bytes], suffixes: Sequence[str] = SUFFIXES) -> bytes | None:
+    """The image member of a record, of several the preferred one; None where it has none."""
+    return next((members[suffix] for suffix in suffixes if suffix in members), None)
 
 
 @dataclass(frozen=True)

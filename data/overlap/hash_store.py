@@ -19,7 +19,7 @@ import numpy as np
 
 from murmuration.accounting.durable import atomic
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
-from murmuration.data.decode.decode import SUFFIXES, BadRecord
+from murmuration.data.decode.decode import BadRecord, picture_in
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.overlap.phash import DECODED, VERSION, WINDOWS, window_hashes
@@ -120,12 +120,11 @@ def _task(records: RecordReader, pool: DecodePool, numbers: np.ndarray) -> Task:
     pixels = np.zeros((len(numbers), DECODED, DECODED, 3), dtype=np.uint8)
     states = np.full(len(numbers), _MADE, dtype=np.uint8)
     for row, number in enumerate(numbers.tolist()):
-        members = records.read(number)
-        suffix = next((suffix for suffix in SUFFIXES if suffix in members), None)
+        picture = picture_in(records.read(number))
         try:
-            if suffix is None:
+            if picture is None:
                 raise BadRecord("no image")
-            pixels[row] = pool.make(members[suffix], 0, number)
+            pixels[row] = pool.make(picture, 0, number)
         except BadRecord:
             states[row] = _BAD
     return numbers, window_hashes(pixels), states

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
 from murmuration.data.decode.augment import drop_key
-from murmuration.data.decode.decode import SUFFIXES, BadRecord, decode
+from murmuration.data.decode.decode import BadRecord, decode, picture_in
 from murmuration.data.decode.fields import numbers_of
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.fine_tuning import FineTuneSettings
@@ -53,9 +53,8 @@ class AugmentedPictures(Dataset[Any]):
         spec = self.spec
         try:
             members = self._reader.read(record)
-            picture = next((members[suffix] for suffix in SUFFIXES if suffix in members), b"")
             (label,), _ = numbers_of(members, spec.labels, spec.target, spec.classes, None, spec.class_list)
-            pixels = Image.fromarray(decode(picture))
+            pixels = Image.fromarray(decode(picture_in(members) or b""))
         except BadRecord:
             return None
         seed_all([self.seed, epoch, record])

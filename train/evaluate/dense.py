@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
-from murmuration.data.decode.decode import SUFFIXES, BadRecord, decode
+from murmuration.data.decode.decode import BadRecord, decode, picture_in
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.fine_tuning import DenseSettings, groups_of
@@ -58,8 +58,7 @@ class WholePictures(Dataset[Any], ABC):
         if self._reader is None:  # made in the process that reads
             self._reader = ShardReader(self.index, open_source(self.index, ReadOptions()))
         try:
-            members = self._reader.read(record)
-            picture = next((members[suffix] for suffix in SUFFIXES if suffix in members), b"")
+            picture = picture_in(self._reader.read(record)) or b""
             draws = None if epoch == SCORED else np.random.default_rng([self.seed, epoch, record])
             return record, self.made(decode(picture), record, draws), None
         except BadRecord as error:

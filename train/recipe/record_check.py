@@ -23,7 +23,7 @@ from PIL import Image
 from murmuration.data.batch.reader import TARGET, BatchReader
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
 from murmuration.data.decode.class_list import ClassList
-from murmuration.data.decode.decode import FORMATS, SUFFIXES, BadRecord, parsing
+from murmuration.data.decode.decode import FORMATS, BadRecord, parsing, picture_in
 from murmuration.data.decode.fields import captions_of, class_in_file, classes_listed
 from murmuration.data.draw.micro_batch import Fetched
 from murmuration.data.index.census import Census
@@ -137,9 +137,9 @@ def _count(found: Findings, phase: ReadyPhase, members: Mapping[str, bytes]) -> 
     found.census.count(members)
     if "json" in members and len(members["json"]) <= _LARGEST_JSON:
         found.census.look_into(members["json"])
-    if (suffix := next((each for each in SUFFIXES if each in members), None)) is not None:
+    if (picture := picture_in(members)) is not None:
         found.pictures += 1
-        _count_side(found, members[suffix])
+        _count_side(found, picture)
     try:
         captions = captions_of(members, "txt")
         found.captions += 1
