@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from murmuration.data.pack.row import UNDECODABLE, BadPicture, Fault, PackError, Row, inner, png, require
+from murmuration.data.pack.row import UNDECODABLE, BadPicture, Fault, PackError, Row, class_names, inner, png, require
 
 _SIDE = 32
 _PIXELS = 3 * _SIDE * _SIDE
@@ -66,8 +66,8 @@ class Cifar:
             )
         require(self._root, form.name, needed, form.layout)
         self._split = split
-        self.classes = _names(self._root / form.names)
-        self._coarse = _names(self._root / form.coarse) if form.coarse is not None else ()
+        self.classes = class_names(self._root / form.names)
+        self._coarse = class_names(self._root / form.coarse) if form.coarse is not None else ()
         self.told = f"{form.name}, {split}: {len(self.classes)} classes"
 
     def rows(self) -> Iterator[Row | Fault]:
@@ -107,10 +107,6 @@ def _labels(path: Path, header: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(header + _PIXELS):
             yield block[:header]
-
-
-def _names(path: Path) -> tuple[str, ...]:
-    return tuple(" ".join(line.split()) for line in path.read_text().splitlines() if line.strip())
 
 
 def _name(names: tuple[str, ...], number: int, path: Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from murmuration.data.index.folders import Rule, list_images
-from murmuration.data.pack.row import UNREADABLE, Fault, Files, PackError, Row, inner, named, require
+from murmuration.data.pack.row import UNREADABLE, Fault, Files, PackError, Row, class_names, inner, named, require
 
 AIRCRAFT = (
     "fgvc-aircraft-2013b/data/ with images/1025794.jpg, variants.txt, images_variant_trainval.txt and "
@@ -49,7 +49,7 @@ class Aircraft(Listed):
         root = inner(root, "data")
         listing = f"images_variant_{split}.txt"
         require(root, "FGVC-Aircraft", ["images", "variants.txt", listing], AIRCRAFT)
-        names = _names(root / "variants.txt")
+        names = class_names(root / "variants.txt")
         super().__init__(root / "images", root / listing, names, f"FGVC-Aircraft, {split}: {len(names)} classes")
 
     def _parsed(self, line: str) -> tuple[str, str] | None:
@@ -61,7 +61,7 @@ class Food(Listed):
     def __init__(self, source: Path, split: str) -> None:
         root = inner(source, "food-101")
         require(root, "Food-101", ["images", "meta/classes.txt", f"meta/{split}.txt"], FOOD)
-        names = _names(root / "meta/classes.txt")
+        names = class_names(root / "meta/classes.txt")
         super().__init__(root / "images", root / f"meta/{split}.txt", names, f"Food-101, {split}: {len(names)} classes")
 
     def _parsed(self, line: str) -> tuple[str, str] | None:
@@ -118,7 +118,3 @@ def open_caltech(source: Path) -> Folders:
     root = inner(source, "caltech101", "caltech-101")
     require(root, "Caltech-101", ["101_ObjectCategories"], CALTECH)
     return Folders(root / "101_ObjectCategories", "top", without=("BACKGROUND_Google",))
-
-
-def _names(path: Path) -> tuple[str, ...]:
-    return tuple(" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -154,3 +154,8 @@ def require(root: Path, name: str, files: Sequence[str], layout: str) -> None:
 def inner(source: Path, *names: str) -> Path:
     """The set's own folder, where `source` is the folder that it was unpacked into."""
     return next((source / name for name in names if (source / name).is_dir()), source)
+
+
+def class_names(path: Path) -> tuple[str, ...]:
+    """A published list of class names, one per line."""
+    return tuple(" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
