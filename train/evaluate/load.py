@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ class LoadedModel(nn.Module):
         known, outputs = self.found.class_names, self.body.shape.head.classes
         return (*known, *(str(number) for number in range(len(known), outputs)))
 
-    @property
+    @cached_property
     def text(self) -> TextEncoder:
         """A captioner's tokenizer."""
         return open_text(self.subject, self.found, None)
