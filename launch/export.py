@@ -1,54 +1,10 @@
-"""Export: python launch/export.py RUN_DIR OUT writes the weights and their certificate, and never the run key.
+"""Export: python launch/export.py RUN_DIR OUT writes the weights and their certificate, and never the run key."""
 
-With --from-deepspeed, RUN_DIR is a checkpoint folder of DeepSpeed, whose weights become OUT/model.safetensors.
-"""
-
-import argparse
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
+    from murmuration.train.commands.export import main
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="export.py", description="Weights and certificate for release.")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("out", type=Path, help="a folder that does not exist yet, outside the run directory")
-    parser.add_argument("--best", action="store_true", help="the best checkpoint by run.keep_best, not the last one")
-    parser.add_argument(
-        "--form", choices=("safetensors", "pytorch", "deepspeed", "timm", "hf", "vip", "dpcap"), default="safetensors",
-        help="safetensors (default), pytorch and deepspeed: all weights, as evaluate, use and later runs read them; "
-        "timm, hf: a folder that timm or transformers loads; vip, dpcap: a file as published with these papers",
-    )  # fmt: skip
-    parser.add_argument(
-        "--averaged", action="store_true", help="of timm, hf, vip and dpcap: the averages of the weights"
-    )
-    parser.add_argument(
-        "--licence", default="unknown", help='for the model card of timm, hf, vip and dpcap: apache-2.0, "other", …'
-    )
-    parser.add_argument(
-        "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"
-    )
-    arguments = parser.parse_args()
-    from murmuration.accounting.errors import BAD_INPUT, RunError
-    from murmuration.accounting.escaping import sentence
-    from murmuration.train.commands.export import export, from_deepspeed
-
-    try:
-        if arguments.from_deepspeed:
-            written = from_deepspeed(arguments.run_dir, arguments.out)
-        else:
-            written = export(
-                arguments.run_dir, arguments.out, arguments.form, arguments.best, arguments.averaged, arguments.licence
-            )
-        for path in written:
-            print(path)
-        return 0
-    except (RunError, OSError) as error:
-        print(f"error: {sentence(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, RunError) else BAD_INPUT
-
-
-if __name__ == "__main__":
     sys.exit(main())

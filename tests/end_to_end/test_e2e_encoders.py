@@ -17,7 +17,7 @@ from transformers import Dinov2Config, Dinov2ForImageClassification
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.data.index.folders import build_folder
-from murmuration.launch import export
+from murmuration.train.commands import export
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.support.evaluation_world import class_folders, class_list, evaluate, result
 from tests.support.launching import Launch

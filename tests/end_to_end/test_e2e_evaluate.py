@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.launch import export
+from murmuration.train.commands import export
 from tests.support.evaluation_world import evaluate, result
 
 COLOURS = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink"]

@@ -11,7 +11,7 @@ import pytest
 from timm.models._hub import save_for_hf
 
 from murmuration.data.index.folders import build_folder
-from murmuration.launch import export
+from murmuration.train.commands import export
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.support.evaluation_world import class_folders, class_list, evaluate, result
 from tests.support.foreign_models import ENCODER, timm_vit

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from murmuration.launch.export import main
 from murmuration.model.load_report import WeightsError
 from murmuration.model.weight_files import read_weights
-from murmuration.train.commands.export import FORMS, averaged
+from murmuration.train.commands.export import main
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
+from murmuration.train.export.export import FORMS, averaged
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
 from murmuration.train.storage.deepspeed_format import MODEL, OPTIMIZER, LayoutError, read_deepspeed, write_deepspeed

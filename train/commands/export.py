@@ -1,212 +1,54 @@
-"""Weights for release, with the certificate and the ledger that belong to them, and nothing else of the run directory.
+"""export RUN_DIR OUT: writes the weights and their certificate, and never the run key.
 
-Averaged weights, where the optimizer kept them, are exported beside the others: they are computed from released weights
-only.
+With --from-deepspeed, RUN_DIR is a checkpoint folder of DeepSpeed, whose weights become OUT/model.safetensors.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
+import argparse
+import sys
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import save, save_file
-from torch import Tensor
-
-from murmuration.accounting.certificate.certificate import CertificateError, Verdict, verify
-from murmuration.accounting.certificate.certificate import write as write_certificate
-from murmuration.accounting.certificate.weights import AVERAGED
-from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
-from murmuration.accounting.durable import atomic
-from murmuration.accounting.keys import secrets_in
-from murmuration.accounting.ledger.history import History
-from murmuration.accounting.strict_json import parse
-from murmuration.train.export.card import UNKNOWN, require_licence, write_card
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.finished import Finished
-from murmuration.train.export.forms import write_form
-from murmuration.train.optim.base import AVERAGE
-from murmuration.train.recipe.pixels import as_json, metadata, of_manifest
-from murmuration.train.storage.best_checkpoint import best_checkpoint
-from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
-from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
-from murmuration.train.storage.model_note import copy_named_files, note_of
-from murmuration.train.storage.provenance import Provenance
-from murmuration.train.storage.run_dir import RunDir
-
-NOT_PRIVATE = "NOT_PRIVATE.txt"
+from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
+from murmuration.accounting.escaping import sentence
 
 
-def export(
-    root: Path, out: Path, form: str = "safetensors", best: bool = False, averages: bool = False,
-    licence: str = UNKNOWN,
-) -> list[Path]:  # fmt: skip
-    """Exports a durable checkpoint's weights and shapes with the certificate; refused if they do not belong together.
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="export.py", description="Weights and certificate for release.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("out", type=Path, help="a folder that does not exist yet, outside the run directory")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint by run.keep_best, not the last one")
+    parser.add_argument(
+        "--form", choices=("safetensors", "pytorch", "deepspeed", "timm", "hf", "vip", "dpcap"), default="safetensors",
+        help="safetensors (default), pytorch and deepspeed: all weights, as evaluate, use and later runs read them; "
+        "timm, hf: a folder that timm or transformers loads; vip, dpcap: a file as published with these papers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--averaged", action="store_true", help="of timm, hf, vip and dpcap: the averages of the weights"
+    )
+    parser.add_argument(
+        "--licence", default="unknown", help='for the model card of timm, hf, vip and dpcap: apache-2.0, "other", …'
+    )
+    parser.add_argument(
+        "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"
+    )
+    return parser.parse_args(argv)
 
-    The checkpoint is the last one, or the best one by the metric of run.keep_best, for which the planned budget is
-    claimed. The forms of other packages hold one model, of the newest weights or of their averages.
-    """
-    run_dir = RunDir(root)
-    require_licence(licence)
-    if averages and form in FORMS:
-        raise ExportError(f"--averaged chooses what timm, hf, vip and dpcap hold; {form} has both, so leave it out")
-    _must_be_empty(out)
-    if run_dir.root.resolve() in [out.resolve(), *out.resolve().parents]:
-        raise ExportError(f"{out} lies inside the run directory, whose secret folder must never be published")
-    verdict = _certified(root)
-    loaded, document = _chosen(run_dir, best)
-    out.mkdir(parents=True, exist_ok=True)
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    from murmuration.train.export.export import export, from_deepspeed
+
     try:
-        told = _told(loaded, Provenance.of(*History.read(root / "ledger.jsonl")))
-        if form in FORMS:
-            FORMS[form](loaded, out, told)
-            _describe(loaded, root, out)
+        if arguments.from_deepspeed:
+            written = from_deepspeed(arguments.run_dir, arguments.out)
         else:
-            _write_foreign(form, loaded, root, out, told, averages, licence, document)
-        _write_claim(root, out, document, verdict)
-        _holds_no_key(run_dir.key, out)
-        verify(out)  # what leaves is what was certified
-        _make_readable(out)
-    except BaseException:
-        shutil.rmtree(out)
-        raise
-    return sorted(path for path in out.rglob("*") if path.is_file())
-
-
-def _chosen(run_dir: RunDir, best: bool) -> tuple[Loaded, dict[str, Any]]:
-    """The checkpoint that is exported, and the certificate, which must be that of the newest one."""
-    loaded = Checkpoints.newest(run_dir.checkpoints)
-    if loaded is None:
-        raise ExportError(f"{run_dir.root} has no checkpoint; let the run reach one")
-    document = parse((run_dir.root / "certificate.json").read_bytes())
-    _belongs(loaded, document)
-    if best:
-        loaded = best_checkpoint(run_dir)
-    if "objective" not in loaded.manifest:
-        raise CheckpointError(f"the manifest of {loaded.position.folder} names no objective; restore the checkpoint")
-    return loaded, document
-
-
-def _write_claim(root: Path, out: Path, document: dict[str, Any], verdict: Verdict) -> None:
-    shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
-    if (root / WEIGHTS_LIST).is_file():
-        shutil.copyfile(root / WEIGHTS_LIST, out / WEIGHTS_LIST)
-    # The pages are made anew from the document that was verified: a copy could have been edited.
-    write_certificate(document, out)
-    if verdict.objection:
-        (out / NOT_PRIVATE).write_text(verdict.objection + "\n")
-
-
-def from_deepspeed(folder: Path, out: Path) -> list[Path]:
-    """Weights alone, for a phase that starts from them: no promise comes with them."""
-    _must_be_empty(out)
-    weights = read_deepspeed(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    with atomic(out / "model.safetensors") as file:  # half a file would make the folder unusable for the next try
-        file.write(save({name: tensor.contiguous() for name, tensor in weights.items()}))
-    return [out / "model.safetensors"]
-
-
-def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
-    """The weights with averages in place of the trained tensors; None where no averages were kept."""
-    kept = loaded.names(AVERAGE)
-    return loaded.weights() | {name: loaded.whole(AVERAGE, name) for name in kept} if kept else None
-
-
-def _must_be_empty(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ExportError(f"{out} is not an empty folder; name a new one")
-
-
-def _certified(root: Path) -> Verdict:
-    try:
-        verdict = verify(root)
-    except CertificateError as error:
-        raise ExportError(f"the certificate does not hold: {error}") from None
-    if not (root / "certificate.json").is_file():
-        raise ExportError(f"{root} has no certificate yet; let the run finish first")
-    return verdict
-
-
-def _describe(loaded: Loaded, root: Path, out: Path) -> None:
-    description = {
-        "phase": loaded.position.phase,
-        "step": loaded.position.step,
-        "checkpoint_manifest_sha256": loaded.digest,
-        "objective": loaded.manifest["objective"],
-        "shapes": loaded.manifest["shapes"],
-        **note_of(loaded.manifest),
-        **as_json(of_manifest(loaded.manifest, loaded.position.folder)),
-    }
-    copy_named_files(loaded.manifest, root, out)
-    (out / "export.json").write_text(json.dumps(description, indent=2) + "\n")
-
-
-Write = Callable[[dict[str, Tensor], Path, dict[str, str]], Any]
-Form = Callable[[Loaded, Path, dict[str, str]], Any]
-
-
-def _told(loaded: Loaded, made_from: Provenance) -> dict[str, str]:
-    """For the metadata of a file of safetensors."""
-    return made_from.metadata() | metadata(of_manifest(loaded.manifest, loaded.position.folder))
-
-
-def _by(write: Write, suffix: str) -> Form:
-    def act(loaded: Loaded, out: Path, told: dict[str, str]) -> None:
-        write(loaded.weights(), out / f"model.{suffix}", told)
-        average = averaged(loaded)
-        if average is not None:
-            write(average, out / f"averaged.{suffix}", told)
-
-    return act
-
-
-FORMS: dict[str, Form] = {
-    # Of these formats, only safetensors has a place for what the weights were trained on.
-    "safetensors": _by(lambda tensors, path, told: save_file(tensors, str(path), told), "safetensors"),
-    "pytorch": _by(lambda tensors, path, told: torch.save(tensors, path), "pt"),
-    "deepspeed": lambda loaded, out, told: write_deepspeed(loaded, out / "deepspeed"),
-}
-
-
-def _write_foreign(
-    form: str, loaded: Loaded, root: Path, out: Path, told: dict[str, str], averages: bool, licence: str,
-    certificate: dict[str, Any],
-) -> None:  # fmt: skip
-    """A form of another package, and the page that says what the model is."""
-    weights = averaged(loaded) if averages else loaded.weights()
-    if weights is None:
-        raise ExportError(f"{root} kept no averages (optimizer.params.ema_decay); leave --averaged out")
-    finished = Finished.of(loaded, root, weights, AVERAGED if averages else "")
-    loading = write_form(form, finished, out, told)
-    kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
-    write_card(out, finished, loading, certificate, {} if averages else kept.public, licence)
-
-
-def _make_readable(out: Path) -> None:
-    """An export is for everyone, whatever the umask of the run."""
-    out.chmod(0o755)
-    for path in out.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-def _belongs(loaded: Loaded, certificate: dict[str, object]) -> None:
-    hashes = certificate.get("hashes")
-    if not isinstance(hashes, dict) or hashes.get("checkpoint_manifest_sha256") != loaded.digest:
-        raise CheckpointError(
-            "the certificate was written for another checkpoint; run the training command once more to renew it"
-        )
-
-
-def _holds_no_key(key: Path, out: Path) -> None:
-    """The last line of defence: the key's bytes, raw or as hex, occur in no exported file."""
-    if not key.exists():
-        return
-    secrets = secrets_in(key)
-    for path in (each for each in out.rglob("*") if each.is_file()):
-        content = path.read_bytes()
-        if any(secret in content or secret.hex().encode() in content for secret in secrets):
-            raise ExportError(f"{path.name} contains the run key; nothing was exported")
+            written = export(
+                arguments.run_dir, arguments.out, arguments.form, arguments.best, arguments.averaged, arguments.licence
+            )
+        for path in written:
+            print(path)
+        return DONE
+    except (RunError, OSError) as error:
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        return error.exit_code if isinstance(error, RunError) else BAD_INPUT
