@@ -34,7 +34,7 @@ from murmuration.train.evaluate.torchvision_alexnet import is_alexnet, open_alex
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
 from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import Checkpoints
-from murmuration.train.storage.checkpoint_read import digest_of, hash_of
+from murmuration.train.storage.checkpoint_read import hash_of, listed_digest
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError
 from murmuration.train.storage.run_dir import RunDir
 
@@ -205,7 +205,7 @@ def _is_certified(folder: Path, state: Mapping[str, Tensor]) -> bool:
         return False
     if not lists:
         return False
-    found = {name: digest_of(tensor) for name, tensor in state.items()}
+    found = {name: listed_digest(tensor) for name, tensor in state.items()}
     return any(
         all(tensors.get(prefix + name) == digest for name, digest in found.items())
         for tensors in lists.values()

@@ -115,9 +115,9 @@ class Loaded:
         trained, averages = set(self.names(WEIGHTS)), set(self.names(AVERAGE))
         found = {}
         for name in self.manifest["shapes"]:
-            found[name] = digest_of(self.whole(WEIGHTS if name in trained else FIXED, name))
+            found[name] = listed_digest(self.whole(WEIGHTS if name in trained else FIXED, name))
             if averages:
-                mean = digest_of(self.whole(AVERAGE, name)) if name in averages else found[name]
+                mean = listed_digest(self.whole(AVERAGE, name)) if name in averages else found[name]
                 found[AVERAGED + name] = mean
         return found
 
@@ -131,7 +131,7 @@ class Loaded:
                     fragment.of(tensor).copy_(stored)
 
 
-def digest_of(tensor: Tensor) -> str:
+def listed_digest(tensor: Tensor) -> str:
     """As the list of a certificate's tensors has it, which holds them in full precision."""
     return tensor_digest("F32", tensor.shape, [tensor.float().contiguous().numpy().reshape(-1).data.cast("B")])
 
