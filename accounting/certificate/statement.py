@@ -220,6 +220,7 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
     ):
         found += [text] if (text := GENERATOR_DEVIATIONS.get(generator)) else []
     found += [line.deviation(history.phase_names[line.phase]) for line in (*history.public_uses, *history.stores)]
+    found += [line.deviation() for line in history.earlier]
     if form == FORMAT and any(line.use == "weights" for line in history.public_uses):
         found.append(FOREIGN_WEIGHTS)
     found += [CURVES] if history.private_curves else []

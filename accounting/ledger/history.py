@@ -32,6 +32,7 @@ from murmuration.accounting.ledger.lines import (
     ChoiceLine,
     CopiedLine,
     CurvesLine,
+    EarlierLine,
     FinishLine,
     LostLine,
     NonprivateLine,
@@ -50,7 +51,7 @@ from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 NOT_AFTER_FINISH = (
-    "plan", "nonprivate", "origin", "public", "store", "curves", "segment", "open", "commit", "finish",
+    "plan", "nonprivate", "origin", "earlier", "public", "store", "curves", "segment", "open", "commit", "finish",
 )  # fmt: skip
 NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
 
@@ -81,6 +82,7 @@ class History:
     stores: list[StoreLine] = field(default_factory=list)  # that see who is drawn
     private_curves: bool = False  # un-noised ones, by which the owner may have decided something
     origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
+    earlier: list[EarlierLine] = field(default_factory=list)  # records without noise, in what this run began with
     finished: bool = False
     _line: int = 0
     _charged: dict[StepId, tuple[StepFacts, StepFacts, Event]] = field(default_factory=dict, compare=False, repr=False)
@@ -273,6 +275,9 @@ class History:
     def _origin(self, origin: Origin) -> None:
         self.origins.append(origin)
 
+    def _earlier(self, line: EarlierLine) -> None:
+        self.earlier.append(line)
+
     def _finish(self, line: FinishLine) -> None:
         del line
         self.finished = True
@@ -313,7 +318,8 @@ class History:
         """Digests of all records that this run used as public: trained on, mixed in, or measured on; also those that
         its first weights owe something to."""
         trained = (digest for manifests in self.public_manifests.values() for digest in manifests)
-        return frozenset(trained).union(line.digest for line in self.public_uses if line.use in RECORDS_AS_PUBLIC)
+        used = (line.digest for line in self.public_uses if line.use in RECORDS_AS_PUBLIC)
+        return frozenset(trained).union(used, (line.digest for line in self.earlier))
 
     def protected(self) -> frozenset[str]:
         """Digests of all record sets that these weights may reveal: this run's own, and those of runs before it."""
@@ -331,6 +337,8 @@ class History:
         exposed = [self.phase_names[i] for i, manifests in self.public_manifests.items() if manifests & protected]
         if exposed:
             return f"NOT PRIVATE: phase {', '.join(exposed)} had no noise on records that another phase protects"
+        if self.without_noise() & protected:
+            return "NOT PRIVATE: records that a phase protects were used without noise, by this run or one before it"
         if self.faults:
             return f"NOT PRIVATE: {self.faults[0]}"
         if free := [declared.statement for declared in self.tunings if declared.tuning is None]:

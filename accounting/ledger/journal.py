@@ -7,7 +7,7 @@ that promises less than was announced.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from murmuration.accounting.epsilon.accountant import Event, affordable_steps
@@ -82,6 +82,11 @@ class Journal:
         line = PublicLine(phase, use, digest)
         if line not in self.history.public_uses:
             self._append("public", **line.__dict__)
+
+    def declare_earlier(self, digests: Iterable[str]) -> None:
+        """Records what runs before this one used without noise: whoever begins from this run's weights must know."""
+        for digest in sorted(set(digests) - self.history.without_noise()) if not self.history.finished else ():
+            self._append("earlier", digest=digest)
 
     def declare_store(self, phase: int, host: str) -> None:
         """Records a store, which sees which records are drawn; it is never taken back."""

@@ -124,9 +124,9 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling", "released", "earlier"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling", "released"]
 
-RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing", "earlier")
+RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
 """Those of these uses that are of records; their digests are the records'."""
 
 
@@ -151,7 +151,6 @@ PUBLIC_USES = {
     "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
     "mixing": "The records whose gradients were mixed in without noise in",
     "weights": "The weights, without a ledger of ours, that began",
-    "earlier": "The records that earlier runs used without noise, for the weights that began",
     "scaling": "The records of the run whose second moments scaled gradients in",
 }  # fmt: skip
 RELEASED = (
@@ -159,6 +158,21 @@ RELEASED = (
     "released, with noise; what that run promised stands beside this."
 )
 PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
+
+
+@dataclass(frozen=True)
+class EarlierLine:
+    """Records that runs before this one used without noise, for what this one began with."""
+
+    __pydantic_config__ = CLOSED
+    digest: str
+
+    def deviation(self) -> str:
+        """The sentence that a certificate must contain about it."""
+        return (
+            f"Earlier runs used records (digest {self.digest[:16]}) without noise for the weights or scales that this "
+            "run began with; whether those are public, only these runs' certificates say."
+        )
 
 
 @dataclass(frozen=True)
@@ -194,5 +208,5 @@ LINES: dict[str, type[Any]] = {
     "run": RunLine, "plan": PlanLine, "nonprivate": NonprivateLine, "tuning": TuningLine, "segment": Segment,
     "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": CopiedLine, "lost": LostLine,
     "resume": ResumeLine, "recovered": RecoveredLine, "choice": ChoiceLine, "public": PublicLine, "store": StoreLine,
-    "curves": CurvesLine, "origin": Origin, "finish": FinishLine,
+    "curves": CurvesLine, "origin": Origin, "earlier": EarlierLine, "finish": FinishLine,
 }  # fmt: skip

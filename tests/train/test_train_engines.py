@@ -194,5 +194,9 @@ def test_without_a_compiler_compiling_is_refused_before_anything_begins(monkeypa
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RecipeError, match=r'run.compile = "blocks" needs a C\+\+ compiler, and g\+\+ is not on'):
         require_compiler()
+    monkeypatch.setenv("CXX", f"{sys.executable} with-a-cache")
+    require_compiler()
     monkeypatch.setenv("CXX", sys.executable)  # a path of its own
+    require_compiler()
+    monkeypatch.setenv("CXX", f"{sys.executable} with-a-cache")
     require_compiler()

@@ -598,8 +598,14 @@ def test_a_result_that_lacks_a_part_is_told_in_one_sentence(
     common = ["reconstruct", *published(world, "vip.pth"), "--data", world / "test", "--gallery", 0]
     assert evaluate(*common, "--out", tmp_path / "out") == 0
     found = result(tmp_path / "out")
-    for numbers in ({"loss": {}}, {"loss": {"value": "1", "low": 0, "high": 1, "n": 3}}, {"loss": 3}, []):
-        (tmp_path / "out" / "result.json").write_text(json.dumps({**found, "numbers": numbers}))
+    one = {"value": 1.0, "low": 0.0, "high": 1.0, "n": 3}
+    for part in (
+        {"numbers": {"loss": {}}}, {"numbers": {"loss": {**one, "value": "1"}}}, {"numbers": {"loss": 3}},
+        {"numbers": []}, {"numbers": {"loss": {**one, "low": 2.0}}}, 
+        {"numbers": {"loss": {**one, "low": 10**400}}}, {"model": {"what": None}}, {"certificate": {"epsilon": "8"}},
+        {"data": {"test": {"digest": []}}},
+    ):  # fmt: skip
+        (tmp_path / "out" / "result.json").write_text(json.dumps(found | part))
         capsys.readouterr()
-        assert evaluate("compare", tmp_path / "out") == 2
-        assert "of a result; evaluate again" in capsys.readouterr().err
+        code, said = evaluate("compare", tmp_path / "out"), capsys.readouterr().err
+        assert code == 2 and "is not what an evaluation writes" in said and said.count("\n") == 1, part

@@ -27,7 +27,6 @@ from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
 from murmuration.train.recipe.warm_start import EXPORTED, WarmStart
-from murmuration.train.run.declare import declare_earlier
 from murmuration.train.storage.provenance import Provenance
 
 PLAN = PrivacyPlan(64, threshold_for(64, 8), 1.0, 2.0, 3, 1 / 128, 8.0)
@@ -47,7 +46,7 @@ def run(
         for origin in start.origins:
             assert journal.declare_origin(origin) and not journal.declare_origin(origin)
         journal.declare_nonprivate(0, "start", public, start.digest)
-        declare_earlier(journal, 0, start)
+        journal.declare_earlier(start.without_noise)
     journal.declare_plan(1, "private", PLAN, {})
     journal.begin_segment(1, "config", digest, 0, "first")
     more(journal)
@@ -87,8 +86,28 @@ def test_the_certificate_names_records_that_earlier_runs_used_as_public(tmp_path
     write(compose(history, entries, {}), tmp_path / "b")
     assert verify(tmp_path / "b").certified is not None
     document = json.loads((tmp_path / "b" / "certificate.json").read_text())
-    (said,) = [text for text in document["known_deviations"] if "earlier runs used without noise" in text]
-    assert "digest open" in said and "public by the word of the run's owner" in said
+    (said,) = [text for text in document["known_deviations"] if text.startswith("Earlier runs used records")]
+    assert "(digest open) without noise" in said and "by the word" not in said, "nobody gave it here"
+
+
+def test_records_that_an_earlier_run_used_without_noise_cannot_be_protected_afterwards(tmp_path: Path) -> None:
+    first = run(tmp_path / "a", "one", more=lambda journal: journal.declare_public(1, "mixing", "open"))
+    run(tmp_path / "b", "open", first)  # by a trainer that does not refuse it
+    objection = History.read(tmp_path / "b" / "ledger.jsonl")[0].why_not_private()
+    assert objection is not None and "used without noise, by this run or one before it" in objection
+
+
+def test_what_earlier_runs_used_is_noted_once_and_never_in_a_finished_ledger(tmp_path: Path) -> None:
+    first = run(tmp_path / "a", "one", more=lambda journal: journal.declare_public(1, "mixing", "open"))
+    other = run(tmp_path / "c", "three", more=lambda journal: journal.declare_public(1, "monitor", "open"))
+    run(tmp_path / "b", "two", first, other)
+    path = tmp_path / "b" / "ledger.jsonl"
+    assert path.read_text().count('"earlier"') == 1
+    journal = Journal(Ledger.open(path))
+    before = path.read_bytes()
+    journal.declare_earlier({"another"})
+    journal.ledger.close()
+    assert path.read_bytes() == before
 
 
 def test_an_exported_file_that_was_copied_away_knows_what_it_must_not_meet(tmp_path: Path) -> None:
@@ -135,6 +154,10 @@ def test_metadata_that_name_no_records_are_nobodys_word(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[]", "{}", '{"origins": {}, "undeclared": null}', '{"origins": [{"run": 1}], "undeclared": null}',
              '{"origins": [], "undeclared": 3}', '{"origins": [], "undeclared": null, "without_noise": [3]}',
+             '{"origins": [], "undeclared": null, "without_noise": [""]}',
+             '{"origins": [], "undeclared": null, "without_noise": ["\\ud800"]}',
+             json.dumps({"origins": [], "undeclared": None, "without_noise": ["a" * 129]}),
+             json.dumps({"origins": [], "undeclared": None, "without_noise": [str(n) for n in range(1001)]}),
              '{"origins": [], "undeclared": null, "more": 1}'],
 )  # fmt: skip
 def test_metadata_that_no_export_wrote_are_refused(tmp_path: Path, text: str) -> None:

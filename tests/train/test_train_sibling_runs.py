@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from webdataset import TarWriter
 
 from murmuration.accounting.certificate.composition import known_runs
+from murmuration.accounting.durable import try_lock
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.data.index.shard_index import build
 from murmuration.data.store.place import ShardError
@@ -175,27 +176,27 @@ def test_a_place_that_is_named_twice_is_one(tmp_path: Path) -> None:
         assert log.files == RunLog.of(index).files and len(log.files) == 2
         with log.alone():
             log.register("a", "private", "first", 2.0, 1e-5)
-    with RunLog((index.folder / LOG, tmp_path / "link" / LOG)).alone():
+    (tmp_path / "hard").hardlink_to(index.folder / LOG)  # or a mount of the same folder
+    with RunLog((index.folder / LOG, tmp_path / "link" / LOG, tmp_path / "hard")).alone():
         pass
 
 
-def test_runs_whose_registry_is_the_others_folder_lock_in_one_order(tmp_path: Path) -> None:
+def test_runs_whose_registry_is_the_others_folder_lock_in_one_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    orders, opened = [], sibling_runs.os.open
+    locked: list[int] = []
+
+    def lock(descriptor: int) -> bool:
+        locked.append(os.fstat(descriptor).st_ino)
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(sibling_runs, "try_lock", lock)
     for one, other in (("a", "b"), ("b", "a")):
-        order: list[str] = []
-
-        def opening(path: str, *how: Any, order: list[str] = order) -> int:
-            order.append(path)
-            return opened(path, *how)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sibling_runs.os, "open", opening)
-            with RunLog((tmp_path / one / LOG, tmp_path / other / LOG)).alone():
-                pass
-        orders.append(order)
-    assert orders[0] == orders[1] and len(orders[0]) == 2
+        with RunLog((tmp_path / one / LOG, tmp_path / other / LOG)).alone():
+            pass
+    assert len(set(locked)) == 2 and locked[:2] == locked[2:]
 
 
 def test_places_that_cannot_be_locked_hold_nobody_up(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
-        with _uncompiled(), tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
+        with uncompiled(), tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = slot_losses(model, inputs, tracker.records)
         if losses.shape != (tracker.records,):
             raise ClipError(
@@ -180,7 +180,7 @@ class BookKeepingClip:
         tracker.counting = False
         seed = torch.full_like(losses, self._scale)
         # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be watched.
-        with _uncompiled(), tracker:
+        with uncompiled(), tracker:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         return losses
 
@@ -196,7 +196,7 @@ def _scaled_first(
     return lambda pieces, uses: accumulator.add(scaling.of(pieces), uses)
 
 
-def _uncompiled() -> AbstractContextManager[object]:
+def uncompiled() -> AbstractContextManager[object]:
     """Disables compiled code, which calls no function that could be watched; the model runs as written instead."""
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it would take seconds
         return nullcontext()

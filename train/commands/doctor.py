@@ -84,12 +84,13 @@ def packages() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Triton compiles kernels for GPUs, and DeepSpeed its Adam for offloaded optimizers; nothing else is compiled."""
+    """Triton compiles kernels for GPUs, DeepSpeed its Adam for offloaded optimizers, and torch.compile what
+    `run.compile` asks for; nothing else is compiled."""
     import torch
 
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     verdict = FAIL if torch.cuda.is_available() else WARN
-    needed = "" if verdict == FAIL else ", should an optimizer be offloaded to DeepSpeed's Adam"
+    needed = "" if verdict == FAIL else ", should an optimizer be offloaded to DeepSpeed's Adam, or run.compile be set"
     if shutil.which("g++") is None:
         told = f"g++ is not on the PATH; install it (Debian/Ubuntu: apt-get install g++){needed}"
         yield Finding(verdict, "compiler", told)

@@ -113,8 +113,8 @@ class Run(Keeping):
     compile: Literal["off", "blocks"] = Field(
         default="off",
         description="blocks: in phases without privacy, the model's repeated blocks run under torch.compile, which "
-        "takes a minute or two at the start and can be faster on a GPU. A private step never does: clipping must see "
-        "every use of a weight.",
+        "can be faster on a GPU, after a minute or two at the start (more where blocks differ, as a ResNet's do). A "
+        "private step never does: clipping must see every use of a weight.",
     )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."

@@ -94,7 +94,10 @@ def groups_of(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     except OSError:
         return
     for line in memberships:
-        _, controllers, path = line.split(":", 2)
+        _, _, told = line.partition(":")
+        controllers, colon, path = told.partition(":")
+        if not colon:
+            continue
         if controllers and controller not in controllers.split(","):
             continue
         for mount in mounts:

@@ -4,6 +4,7 @@ the libraries of the others."""
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -89,7 +90,7 @@ def make_engine(
 
 def require_compiler() -> None:
     """torch.compile writes C++ for a processor, and what launches its kernels for a GPU."""
-    named = os.environ.get("CXX", "g++")
+    named = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
     if shutil.which(named) is None:
         raise RecipeError(
             f'run.compile = "blocks" needs a C++ compiler, and {named} is not on the PATH; install it (Debian/Ubuntu: '

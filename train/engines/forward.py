@@ -162,15 +162,15 @@ class PrivateForward(nn.Module):
 class PlainForward(nn.Module):
     """For a non-private phase: returns the sum of the losses of the present records.
 
-    With `compiled`, the model's repeated blocks run under torch.compile. Their code is the same, so it is compiled
-    once, while a whole model can take many minutes. To be called before an engine shards them.
+    With `compiled`, the model's repeated blocks run under torch.compile. Blocks of one shape share their code, so that
+    a transformer's are compiled once. To be called before an engine shards them.
     """
 
     def __init__(self, model: nn.Module, precision: Precision = "fp32", compiled: bool = False) -> None:
         super().__init__()
         self.model = model
         for block in repeated_blocks(model) if compiled else ():
-            block.compile()
+            block.compile(dynamic=False)  # blocks of other shapes have code of their own
         self.precision: Precision = precision
         self.shapes = trainable_shapes(model)
         self.observed: Tensor | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from murmuration.accounting.escaping import printable
+from murmuration.accounting.escaping import first_line, printable
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.result import read, shown
 
@@ -54,8 +54,7 @@ def _lines(path: Path) -> list[Line]:
         scored = found["data"]["test"]["digest"]
         places = {**certificate, "parameters": found["model"].get("parameters")}
         places = {axis: places.get(axis) for axis in get_args(Axis)}
-        for number in found["numbers"].values():
-            shown(number)  # whatever it lacks is said here
+        _require_parts(found, certificate)
         return [
             Line(
                 found["model"]["what"],
@@ -69,8 +68,22 @@ def _lines(path: Path) -> list[Line]:
             )
             for name, number in found["numbers"].items()
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EvaluationError(f"{path} lacks {error} of a result; evaluate again") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise EvaluationError(
+            f"{path} is not what an evaluation writes ({first_line(error)}); evaluate again"
+        ) from None
+
+
+def _require_parts(found: dict[str, Any], certificate: dict[str, Any]) -> None:
+    """What the table and the plot take for granted."""
+    if not isinstance(found["model"]["what"], str) or not isinstance(found["data"]["test"]["digest"], str):
+        raise ValueError("its model or its records have no name")
+    if not isinstance(certificate.get("epsilon"), int | float | None):
+        raise ValueError("the certificate's epsilon is no number")
+    for name, number in found["numbers"].items():
+        shown(number)
+        if not float(number["low"]) <= float(number["value"]) <= float(number["high"]):
+            raise ValueError(f"{name} lies outside its interval")
 
 
 def table(lines: list[Line]) -> str:

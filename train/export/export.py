@@ -7,20 +7,20 @@ only.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from murmuration.accounting.certificate.certificate import CertificateError, Verdict, verify
 from murmuration.accounting.certificate.certificate import write as write_certificate
 from murmuration.accounting.certificate.weights import AVERAGED
 from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
-from murmuration.accounting.durable import atomic
 from murmuration.accounting.keys import secrets_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
@@ -105,9 +105,13 @@ def from_deepspeed(folder: Path, out: Path) -> list[Path]:
     _must_be_empty(out)
     weights = read_deepspeed(folder)
     out.mkdir(parents=True, exist_ok=True)
-    with atomic(out / "model.safetensors") as file:  # half a file would make the folder unusable for the next try
-        file.write(save({name: tensor.contiguous() for name, tensor in weights.items()}))
-    return [out / "model.safetensors"]
+    target = out / "model.safetensors"
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(target))
+    except BaseException:
+        target.unlink(missing_ok=True)  # half a file would make the folder unusable for the next try
+        raise
+    return [target]
 
 
 def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
@@ -117,7 +121,7 @@ def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
 
 
 def _must_be_empty(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise ExportError(f"{out} is not an empty folder; name a new one")
 
 

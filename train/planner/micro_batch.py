@@ -6,6 +6,7 @@ the ledger, where every later start finds it, whatever memory that start has.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -110,9 +111,9 @@ def main_memory(root: Path = Path("/")) -> Sequence[float]:
     found = [float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")]
     for folder in groups_of("memory", root):
         for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1
-            limit = folder / name
-            if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-                found.append(float(text))
+            with contextlib.suppress(OSError):  # another's hierarchy may have only one of them, or be closed to us
+                if (text := (folder / name).read_text().strip()).isdecimal():
+                    found.append(float(text))
     return found
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.reader import BatchReader, iterate
 from murmuration.data.draw.micro_batch import MicroBatch, slots
+from murmuration.train.clip.bookkeeping import uncompiled
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
@@ -65,7 +66,8 @@ class LossMonitor:
         self._calls += 1
         if (self._calls - 1) % self.settings.every:
             return None
-        with evaluating(self.engine.model):
+        # What is compiled cannot be differentiated twice.
+        with uncompiled(), evaluating(self.engine.model):
             return self._measure()
 
     def _measure(self) -> MonitorReading:

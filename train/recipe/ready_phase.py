@@ -57,7 +57,6 @@ from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
-from murmuration.train.engines.choose import require_compiler
 from murmuration.train.optim.choose import width_factors
 from murmuration.train.recipe import pixels
 from murmuration.train.recipe.held_out import HeldOut, usable
@@ -126,6 +125,8 @@ class ReadyPhase:
     """By which gradients are multiplied before they are clipped."""
     scaled_by: tuple[Origin, ...] = ()
     """The private runs that released what the scales were made of; none: they were made of public records."""
+    scales_used: frozenset[str] = frozenset()
+    """Digests of the records that the runs which led to the scales used without noise."""
 
     @property
     def name(self) -> str:
@@ -235,8 +236,6 @@ def _identity(name: str, index: RecordIndex, public: bool, keyed: bool) -> dict[
 
 
 def prepare(config: Config) -> list[ReadyPhase]:
-    if config.run.compile == "blocks":
-        require_compiler()
     shape = resolve_shape(config)
     classes = class_list(config, shape.head.classes)
     phases: list[ReadyPhase] = []
@@ -381,7 +380,7 @@ def _scaled(phase: ReadyPhase, phases: list[ReadyPhase], registry: str | None) -
     ]
     where = f"phases.{phase.number}.privacy.scaling"
     found = open_scales(privacy.scaling, where, trainable_shapes(model), protected)
-    return replace(phase, scales=found.table, scaled_by=found.origins)
+    return replace(phase, scales=found.table, scaled_by=found.origins, scales_used=found.used)
 
 
 def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:

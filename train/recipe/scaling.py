@@ -37,6 +37,8 @@ class Scales:
     table: ScaleTable
     origins: tuple[Origin, ...] = ()
     """The private runs that released what the table was made of; none: it was made of public records."""
+    used: frozenset[str] = frozenset()
+    """Digests of the records that the run of the table, and those before it, used without noise."""
 
 
 def open_scales(
@@ -50,6 +52,7 @@ def open_scales(
             origins = origins_of(root, protected)
         else:
             _require_public(root, protected)
+        used = History.read(RunDir(root).ledger)[0].without_noise()
         loaded = Checkpoints.newest(RunDir(root).checkpoints)
         if loaded is None:
             raise RecipeError(f"{root} has no finished checkpoint; name a run that has one")
@@ -60,7 +63,7 @@ def open_scales(
         Scaling(table).require_fit(trained)
     except (RecipeError, LedgerError, CheckpointError, ScaleError, ClipError, OSError) as error:
         raise RecipeError(f"{where}.path: {error}") from None
-    return Scales(table, origins)
+    return Scales(table, origins, used)
 
 
 def _require_public(root: Path, protected: Sequence[Protected]) -> None:

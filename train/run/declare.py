@@ -8,7 +8,6 @@ from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import lost_charges
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.scale_table import scales_name
@@ -21,7 +20,6 @@ from murmuration.train.config.privacy import Privacy
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.pixels import as_json
 from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
-from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.model_note import described
 from murmuration.train.storage.sibling_runs import RunLog
@@ -60,7 +58,8 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
 
 
 def _declare_origins(run: RunContext, phase: ReadyPhase) -> None:
-    """The runs whose weights or moments the phase uses."""
+    """The runs whose weights or moments the phase uses, and what these had used without noise."""
+    run.writer.declare_earlier(phase.scales_used | (phase.start.without_noise if phase.start is not None else set()))
     for origin in phase.start.origins if phase.start is not None else ():
         if run.writer.declare_origin(origin):
             run.board.say(f"{phase.name}  {origin.deviation()}")
@@ -93,12 +92,6 @@ def _register(
         run.board.say(warning)
 
 
-def declare_earlier(writer: Journal, phase: int, start: WarmStart) -> None:
-    """Declares the records that runs before used without noise: whoever begins from this run's weights must know."""
-    for digest in sorted(start.without_noise):
-        writer.declare_public(phase, "earlier", digest)
-
-
 def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
     """Declares what the config marks as `public: true`, apart from the phase's own records."""
     records: dict[PublicUse, RecordIndex | None] = {
@@ -112,10 +105,8 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
         if index is not None:
             found.append((use, ledger_digests(index, public=True, keyed=keyed)[0]))
     data = phase.settings.data
-    if phase.start is not None and isinstance(data, CheckpointData):
-        if phase.start.foreign and data.public:
-            found.append(("weights", phase.start.digest))
-        declare_earlier(run.writer, phase.number, phase.start)
+    if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
+        found.append(("weights", phase.start.digest))
     if phase.scales is not None:
         found.append(("released" if phase.scaled_by else "scaling", phase.scales.digest))
     for use, digest in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from murmuration.accounting.unit import unit_in_words
 
 KEY = "murmuration"
 """The key in the metadata of a safetensors file."""
+MOST_DIGESTS = 1000
 
 
 class ProvenanceError(ValueError):
@@ -73,8 +75,8 @@ class Provenance:
             if not isinstance(told, dict) or set(told) - {"without_noise"} != {"origins", "undeclared"}:
                 raise ValueError("its keys are not origins and undeclared")
             public = told.get("without_noise", [])  # of earlier versions' exports it is not known
-            if not isinstance(public, list) or not all(isinstance(digest, str) for digest in public):
-                raise ValueError("without_noise is not a list of digests")
+            if not isinstance(public, list) or len(public) > MOST_DIGESTS or not all(map(_is_digest, public)):
+                raise ValueError(f"without_noise is not a list of at most {MOST_DIGESTS:,} digests")
             if not isinstance(told["undeclared"], str | None) or not isinstance(told["origins"], list):
                 raise ValueError("origins is not a list, or undeclared is not a text")
             origins = tuple(read(Origin, origin) for origin in told["origins"])
@@ -84,3 +86,8 @@ class Provenance:
                 f"its metadata do not say which records it was made from ({first_line(error)}); export the weights "
                 "again"
             ) from None
+
+
+def _is_digest(value: object) -> bool:
+    """What may be copied into a ledger, where it stays."""
+    return isinstance(value, str) and re.fullmatch(r"[!-~]{1,128}", value) is not None

@@ -70,11 +70,15 @@ class RunLog:
         A place that cannot be locked cannot be written either, or its file system has no locks (some network shares).
         """
         with contextlib.ExitStack() as held:
-            # Every process locks in the same order, also where the registry of one is the other's own folder.
-            for file in sorted({os.path.realpath(file) for file in self.files}):
+            opened: dict[tuple[int, int], int] = {}  # each file once, whatever names it has
+            for file in self.files:
                 with contextlib.suppress(OSError):
                     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
                     held.callback(os.close, descriptor)
+                    about = os.fstat(descriptor)
+                    opened.setdefault((about.st_dev, about.st_ino), descriptor)
+            for _, descriptor in sorted(opened.items()):  # in the same order in every process, whatever paths it sees
+                with contextlib.suppress(OSError):
                     while not try_lock(descriptor):
                         time.sleep(0.05)
             yield
