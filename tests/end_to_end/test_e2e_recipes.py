@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from murmuration.accounting.ledger.history import History
 from murmuration.data.synthetic.index import shape_samples
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.end_to_end.toy_recipes import PRIVATE_STEPS, TINY, TINY_MAE, TINY_TEXT
@@ -126,6 +127,8 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
     assert "18 taken" in output and "300 to be computed" in output and "private, like the records" in output
     losses = curve(run_dir, "private", "public_loss")
     assert losses[-1] < losses[0], losses
+    earlier = History.read(vip[0] / "ledger.jsonl")[0].without_noise()
+    assert earlier and earlier <= History.read(run_dir / "ledger.jsonl")[0].without_noise(), "who begins here must know"
     claim = claim_of(run_dir)
     assert claim["private"] and 3.9 < claim["epsilon"] <= 4.0
     (commit,) = [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]

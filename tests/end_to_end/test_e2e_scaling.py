@@ -147,6 +147,7 @@ def test_scales_that_a_private_run_released_bring_its_promise_along(launch: Make
     assert plan.scaling is not None and origin.used == "scales" and len(history.segments) == 1
     assert (origin.epsilon, set(origin.protected)) == (there.budget(), there.protected())
     assert history.protected() > there.protected()
+    assert there.without_noise() and there.without_noise() <= history.without_noise()
     told = json.loads((run_dir / "certificate.json").read_text())["known_deviations"]
     assert any("a private run had released" in text for text in told)
     assert any("scaled by what was released by run" in text and "sum of both" in text for text in told)
