@@ -48,7 +48,7 @@ def _why_copied(memory: Path, found: dict[str, list[int]]) -> str | None:
         return f"{NAME} in the secret folder cannot be read, so it may be a copy"
     if known == found:
         return None
-    return "the ledger or its folders lie elsewhere than when the run last ran, so this is a copy or was restored"
+    return "the ledger or its folders are not where they were when the run last ran, so this is a copy or was restored"
 
 
 def _remember(ledger: Path, secret: Path) -> None:

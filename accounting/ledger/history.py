@@ -315,8 +315,8 @@ class History:
         return found
 
     def without_noise(self) -> frozenset[str]:
-        """Digests of all records that this run used as public: trained on, mixed in, or measured on; also those that
-        its first weights owe something to."""
+        """Digests of all records that this run used as public: trained on, mixed in, or measured on; and those that
+        went into the weights and scales that it began with."""
         trained = (digest for manifests in self.public_manifests.values() for digest in manifests)
         used = (line.digest for line in self.public_uses if line.use in RECORDS_AS_PUBLIC)
         return frozenset(trained).union(used, (line.digest for line in self.earlier))

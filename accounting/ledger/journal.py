@@ -85,7 +85,9 @@ class Journal:
 
     def declare_earlier(self, digests: Iterable[str]) -> None:
         """Records what runs before this one used without noise: whoever begins from this run's weights must know."""
-        for digest in sorted(set(digests) - self.history.without_noise()) if not self.history.finished else ():
+        if self.history.finished:  # by a version that did not note them; nothing can be added to it
+            return
+        for digest in sorted(set(digests) - self.history.without_noise()):
             self._append("earlier", digest=digest)
 
     def declare_store(self, phase: int, host: str) -> None:

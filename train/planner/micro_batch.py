@@ -107,7 +107,7 @@ def _room() -> float:
 
 
 def main_memory(root: Path = Path("/")) -> Sequence[float]:
-    """That of the machine, and the limits of this process's control group and of those around it."""
+    """Bytes of the machine's memory, and the limits of this process's control group and of those around it."""
     found = [float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")]
     for folder in groups_of("memory", root):
         for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and 1

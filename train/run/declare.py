@@ -100,16 +100,15 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
         "mixing": phase.mixed,
     }
     keyed = run.writer.history.keyed  # the public part of private records has a digest of all of them, too
-    found: list[tuple[PublicUse, str]] = []
-    for use, index in records.items():
-        if index is not None:
-            found.append((use, ledger_digests(index, public=True, keyed=keyed)[0]))
+    found: dict[PublicUse, str] = {
+        use: ledger_digests(index, public=True, keyed=keyed)[0] for use, index in records.items() if index is not None
+    }
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
-        found.append(("weights", phase.start.digest))
+        found["weights"] = phase.start.digest
     if phase.scales is not None:
-        found.append(("released" if phase.scaled_by else "scaling", phase.scales.digest))
-    for use, digest in found:
+        found["released" if phase.scaled_by else "scaling"] = phase.scales.digest
+    for use, digest in found.items():
         run.writer.declare_public(phase.number, use, digest)
 
 
