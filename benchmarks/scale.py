@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--records 2200000000 --batch 1048576 --link 50] [--out benchmarks/results/scale.json]
 
-Counted: a micro-batch's time on one GPU (`tests/gpu/counted.json`, priced at the rates in `tests/gpu/count.py`),
+Counted: a micro-batch's time on one GPU (`tests/gpu/counted.json`, priced at the rates in `tests/gpu/rates.json`),
 without and with privacy. Computed as by the planner: exchange over rings of `--link` GB/s, gathers at ZeRO-3, the noise
 of a rank's share. Drawn: the number of records of a step, and so the micro-batches that all ranks take. Measured here:
 how fast this processor draws noise and records. Assumed: micro-batches take unequally long (`--jitter`), and now and
@@ -139,12 +139,13 @@ NO_COST = RecordCost(0.0, 1.0, 0.0, 0.0, 0.0)
 
 
 def work_of(model: str, counts: dict[str, Any]) -> Work:
-    from tests.gpu.count import BYTES, CASES
+    from tests.gpu.count import CASES
+    from tests.gpu.prices import MEMORY
 
     config = load(ROOT / RECIPES[model], [])
     phase = next(phase for phase in config.phases if phase.privacy is not None)
     plain, private = (sum(counts[model][kind]["priced_ms"].values()) / 1e3 for kind in ("plain", "private"))
-    return Work(counted(config, phase)[1], CASES[model], private, plain, BYTES)
+    return Work(counted(config, phase)[1], CASES[model], private, plain, MEMORY)
 
 
 def measured_ids_per_second() -> float:

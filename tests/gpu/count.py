@@ -2,9 +2,11 @@
 
     python tests/gpu/count.py table [--model mae/base --records 64]     prints the counts of the shipped recipes
     python tests/gpu/count.py refreeze                                  commits to them (counted.json)
+    python tests/gpu/count.py kernels --model mae/base --records 128    each kind of kernel by itself, as JSON
 
 Everything runs on fake tensors of a pretended device (pretended.py). Bytes are those that a kernel reads and writes if
-no cache helps it; views cost nothing. The Gram kernel is counted by the tiles that it would take.
+no cache helps it; views cost nothing. The Gram kernel is counted by the tiles that it would take. Each kernel is priced
+by the rate of its kind (kinds.py, prices.py).
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from murmuration.train.clip.gram_triton import cut  # noqa: E402
 from murmuration.train.clip.rule import ClipRule  # noqa: E402
 from murmuration.train.engines.forward import PlainForward, PrivateForward  # noqa: E402
 from murmuration.train.self_test.probes import synthetic_batch  # noqa: E402
+from tests.gpu.kinds import PRODUCTS, attention, kind_of, precision, product  # noqa: E402
+from tests.gpu.prices import NOT_MEASURED, Kernel, Rates  # noqa: E402
 
 COUNTED = Path(__file__).with_name("counted.json")
 GPU = torch.device("cuda", 0)
@@ -71,25 +75,16 @@ WRITE_ONLY = {
     "new_zeros",
     "new_full",
 }
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 CONVOLUTIONS = {"convolution", "convolution_backward"}
 # What cannot go on without an answer from the device.
 ASKING = {"nonzero", "is_nonzero", "equal", "masked_select"}
 
 
-# Rates of the GPU that counts are priced for (an H200): bytes per second that kernels reach of its memory and of its
-# cache, operations per second by class, and the least time of a kernel. On an H200, `benchmarks/gpu.py probe` copied at
-# 4.05e12 and multiplied at 3.7e14 to 7.1e14, and `gram` is what its kernel reached there; the others are assumptions.
-BYTES, CACHE_BYTES = 4.8e12 * 0.85, 5.5e12
-RATES = {"product half": 620e12, "product fp32": 45e12, "product fp64": 45e12, "attention": 350e12, "gram": 180e12}
-LEAST_SECONDS = 2.2e-6
-
-
 @dataclass
 class Counts:
     kernels: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
-    """As priced, by class: products, attention, gram, small kernels, and others, which are limited by memory."""
+    each: Counter[Kernel] = field(default_factory=Counter)
+    """How many kernels are alike."""
     bytes: int = 0
     flops: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
@@ -100,11 +95,18 @@ class Counts:
     bytes_at: Counter[str] = field(default_factory=Counter)
     peak: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
+    def seconds(self, rates: Rates) -> dict[str, float]:
+        """As priced, by kind."""
+        found: dict[str, float] = {}
+        for kernel, times in self.each.items():
+            found[kernel.kind] = found.get(kernel.kind, 0.0) + times * rates.seconds(kernel)
+        return found
+
+    def as_dict(self, rates: Rates) -> dict[str, Any]:
         flops = {kind: round(count / 1e9, 3) for kind, count in sorted(self.flops.items())}
         return {
             "kernels": self.kernels, "megabytes": round(self.bytes / 1e6, 1), "gigaflops": flops,
-            "priced_ms": {kind: round(1e3 * seconds, 3) for kind, seconds in sorted(self.seconds.items())},
+            "priced_ms": {kind: round(1e3 * seconds, 3) for kind, seconds in sorted(self.seconds(rates).items())},
             "syncs": dict(sorted(self.syncs.items())), "fed": dict(sorted(self.fed.items())),
             "peak_mib": round(self.peak / 2**20, 1),
             "kernels_at": dict(self.kernels_at.most_common()),
@@ -167,33 +169,41 @@ class Count(TorchDispatchMode):
         moved = sum(map(touched, outs if name in WRITE_ONLY and outs else [*ins, *outs]))
         if name == "embedding":
             moved = 2 * sum(map(touched, outs))
-        kind, flops = _work(name, ins, outs)
-        self.add(moved, kind, flops)
+        if name in PRODUCTS:
+            kind, flops = product(ins)
+            self.add(Kernel(kind, moved, flops), kind, flops)
+        elif "scaled_dot_product" in name:
+            kind, flops, in_tiles = attention(name, ins)
+            self.add(Kernel(kind, moved, in_tiles), "attention", flops)
+        else:
+            self.add(Kernel(kind_of(name, ins, outs), moved))
 
     def _convolution(self, name: str, args: Any, outs: list[Tensor]) -> None:
         """As many kernels as gradients are asked for; each reads its two operands and writes what it is for."""
         if name == "convolution":
             (out,), (x, weight) = outs, args[:2]
-            self.add(sum(map(touched, (x, weight, out))), *_of_convolution(x, weight, out))
+            self._convolved((x, weight, out), x, weight, out)
             return
         gradient, x, weight, mask = *args[:3], args[-1]
         for result, wanted in zip((x, weight), mask, strict=False):
             if wanted:
-                self.add(sum(map(touched, (x, weight, gradient))), *_of_convolution(result, weight, gradient))
+                self._convolved((x, weight, gradient), result, weight, gradient)
 
-    def add(self, moved: int, kind: str, flops: int, from_cache: int = 0) -> None:
-        """`from_cache`: bytes that a kernel of ours loads, which may be more than it reads of memory."""
+    def _convolved(self, moved: tuple[Tensor, ...], x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """A convolution from x to `out`; each of its gradients takes as many operations."""
+        of, flops = precision(x), 2 * out.numel() * weight[0].numel()
+        self.add(Kernel(f"convolution {of}", sum(map(touched, moved)), flops), f"product {of}", flops)
+
+    def add(self, kernel: Kernel, work: str = "", flops: int = 0) -> None:
+        """`flops`: operations, counted under `work`; tiles that a library pads are not counted, but priced."""
         where, found = place(), self.found
-        work = flops / RATES[kind] if flops else 0.0
-        seconds = max(moved / BYTES, from_cache / CACHE_BYTES, work, LEAST_SECONDS)
-        small = "small" if seconds == LEAST_SECONDS else "memory"
-        found.seconds[kind.split()[0] if flops else small] += seconds
+        found.each[kernel] += 1
         found.kernels += 1
-        found.bytes += moved
+        found.bytes += kernel.bytes
         found.kernels_at[where] += 1
-        found.bytes_at[where] += moved
+        found.bytes_at[where] += kernel.bytes
         if flops:
-            found.flops[kind] += flops
+            found.flops[work] += flops
 
 
 def touched(tensor: Tensor) -> int:
@@ -202,26 +212,6 @@ def touched(tensor: Tensor) -> int:
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride else 1
     return size
-
-
-def _work(name: str, ins: list[Tensor], outs: list[Tensor]) -> tuple[str, int]:
-    if name in PRODUCTS:
-        one, two = [each for each in ins if each.dim() >= 2][-2:]
-        batch = one.shape[0] if one.dim() == 3 else 1
-        kind = "half" if one.dtype.itemsize == 2 else "fp32" if one.dtype.itemsize == 4 else "fp64"
-        return f"product {kind}", 2 * batch * one.shape[-2] * one.shape[-1] * two.shape[-1]
-    if "scaled_dot_product" in name:
-        backward = "backward" in name
-        query, key = ins[1:3] if backward else ins[:2]
-        records, heads, tokens, width = query.shape
-        return "attention", (10 if backward else 4) * records * heads * tokens * key.shape[-2] * width
-    return "", 0
-
-
-def _of_convolution(x: Tensor, weight: Tensor, out: Tensor) -> tuple[str, int]:
-    """The operations of a convolution from x to `out`; each of its gradients takes as many."""
-    kind = "half" if x.dtype.itemsize == 2 else "fp32" if x.dtype.itemsize == 4 else "fp64"
-    return f"product {kind}", 2 * out.numel() * weight[0].numel()
 
 
 def _is_mask(value: Any) -> bool:
@@ -264,11 +254,11 @@ def gram_stand_in(count: Count) -> Any:
         issued = records * own.products * 2 * width
         of_strips = left.new_empty((records, own.strips, rows) if summed else 0, dtype=torch.float32)
         written = 2 * records * tokens * width + touched(of_strips)
-        count.add(written, "gram", issued, 2 * records * own.rows * width)
+        count.add(Kernel("gram, few tokens" if own.few else "gram", written, issued), "gram", issued)
         count.found.flops["gram that is needed"] += records * tokens * (tokens + 1) * width
         sums = of_strips if own.strips == 1 else left.new_empty((records, rows), dtype=torch.float32)
         again = touched(of_strips) + touched(sums) if summed and own.strips > 1 else 0
-        count.add(8 * records * (own.programs + tokens) + again, "", 0)  # what makes one number of a record's parts
+        count.add(Kernel("other", 8 * records * (own.programs + tokens) + again))  # one number of a record's parts
         found = torch.empty(3, records, dtype=torch.float64, device=GPU).unbind()
         return (*found, sums.view(records, rows)) if summed else found
 
@@ -283,7 +273,8 @@ def layer_norm_stand_in(count: Count) -> Any:
         chunks = -(-x.numel() // (records * width * 64))
         parts = [torch.empty(records, chunks, width, device=GPU) for _ in range(2)]
         below = torch.empty_like(x) if wanted else None
-        count.add(sum(map(touched, [x, gradient, *parts, *([] if below is None else [below])])), "", 0)
+        moved = sum(map(touched, [x, gradient, *parts, *([] if below is None else [below])]))
+        count.add(Kernel("our layer norm backward", moved))
         return below, *(part.squeeze(1) if chunks == 1 else part.sum(1) for part in parts)
 
     return backward
@@ -291,7 +282,7 @@ def layer_norm_stand_in(count: Count) -> Any:
 
 def add_parts_stand_in(count: Count) -> Any:
     def add_parts(total: Tensor, found: Tensor, only_if: Tensor | None) -> None:
-        count.add(2 * touched(total) + touched(found), "", 0)
+        count.add(Kernel("add parts", 2 * touched(total) + touched(found)))
 
     return add_parts
 
@@ -299,7 +290,7 @@ def add_parts_stand_in(count: Count) -> Any:
 def scale_stand_in(count: Count) -> Any:
     def scale(value: Tensor, factors: Tensor, keep: Tensor | None) -> Tensor:
         scaled = torch.empty_like(value, memory_format=torch.contiguous_format)
-        count.add(touched(value) + touched(scaled), "", 0)
+        count.add(Kernel("scale", touched(value) + touched(scaled)))
         return scaled
 
     return scale
@@ -309,7 +300,7 @@ def row_sums_stand_in(count: Count) -> Any:
     def row_sums(rows: Tensor, values: Tensor, table: int) -> Tensor:
         total = torch.zeros(table, values.shape[1], device=GPU)
         torch.sort(rows, stable=True)
-        count.add(3 * touched(rows) + 2 * touched(values), "", 0)
+        count.add(Kernel(NOT_MEASURED, 3 * touched(rows) + 2 * touched(values)))
         return total
 
     return row_sums
@@ -325,7 +316,7 @@ def group_norm_stand_in(count: Count) -> Any:
         below = torch.empty_like(x) if wanted else None
         read = touched(x) + touched(gradient)
         written = sum(map(touched, [scale, shift, *([] if below is None else [below])]))
-        count.add(read + written, "", 0, (2 if wanted else 1) * read + written)
+        count.add(Kernel(NOT_MEASURED, read + written, loaded=(2 if wanted else 1) * read + written))
         return below, scale, shift
 
     return backward
@@ -334,17 +325,18 @@ def group_norm_stand_in(count: Count) -> Any:
 def standardised_stand_in(count: Count) -> Any:
     def sums(written: Tensor, direction: Tensor) -> Tensor:
         found = torch.empty(3, *written.shape[:2], dtype=torch.float64, device=GPU)
-        count.add(sum(map(touched, (written, direction, found))), "", 0, 2 * touched(written))
+        count.add(Kernel(NOT_MEASURED, sum(map(touched, (written, direction, found))), loaded=2 * touched(written)))
         return found
 
     def squares(found: Tensor, scale: Tensor, level: Tensor, size: Tensor, elements: int) -> Tensor:
-        count.add(touched(found), "", 0)
+        count.add(Kernel(NOT_MEASURED, touched(found)))
         return torch.empty(2, found.shape[1], dtype=torch.float64, device=GPU)
 
     def back(gradients: Tensor, direction: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         found = torch.empty(gradients.shape, dtype=dtype, device=GPU)
         loaded = 3 * touched(gradients) + 2 * len(gradients) * touched(direction)
-        count.add(touched(gradients) + touched(direction) + touched(found), "", 0, loaded + touched(found))
+        moved = touched(gradients) + touched(direction) + touched(found)
+        count.add(Kernel(NOT_MEASURED, moved, loaded=loaded + touched(found)))
         return found
 
     return kernels.StandardisedKernels(sums, squares, back)
@@ -408,8 +400,8 @@ def counted(model: str, records: int, private: bool) -> Counts:
     return count.found
 
 
-def both(model: str, records: int) -> dict[str, Any]:
-    return {kind: counted(model, records, kind == "private").as_dict() for kind in ("plain", "private")}
+def both(model: str, records: int) -> dict[str, Counts]:
+    return {side: counted(model, records, side == "private") for side in ("plain", "private")}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
@@ -436,7 +428,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("act", choices=("table", "refreeze", "json"))
+    parser.add_argument("act", choices=("table", "refreeze", "json", "kernels"))
     parser.add_argument("--model", help="mae/base, captioner/large, …; default: the models of the shipped recipes")
     parser.add_argument("--records", type=int, help="of the micro-batch; default: as shipped")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -449,7 +441,16 @@ def main() -> None:
         sys.stdout.write(done.stdout)
         sys.exit(done.returncode)
     cases = CASES if arguments.model is None else {arguments.model: arguments.records or CASES.get(arguments.model, 32)}
-    found = {name: both(name, records) for name, records in cases.items()}
+    counts = {name: both(name, records) for name, records in cases.items()}
+    if arguments.act == "kernels":
+        each = {
+            name: {side: [[*kernel, times] for kernel, times in found.each.items()] for side, found in sides.items()}
+            for name, sides in counts.items()
+        }
+        print("KERNELS " + json.dumps(each))
+        return
+    rates = Rates.committed()
+    found = {name: {side: each.as_dict(rates) for side, each in sides.items()} for name, sides in counts.items()}
     if arguments.act == "table":
         print(table(found))
     elif arguments.act == "json":
