@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ def told(**changes: Any) -> Callable[..., dict[str, Any]]:
 
 def one_step(
     ranks, stage: int, change: Callable[[DeepSpeedEngine], None] | None = None, dtype: torch.dtype = torch.float32,
-    make: Callable[..., Any] = make_engine,
+    make: Callable[..., Any] = make_engine, later: Callable[[DeepSpeedEngine], None] | None = None,
 ) -> None:  # fmt: skip
+    """`later` comes before a second step."""
     settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))  # pyright: ignore[reportArgumentType]
     engine: Any = clipping_engine(
         build(SHAPE, "caption").to(dtype), RULE, OPTIMIZERS["AdamW"], 0.0, settings, ranks, Computation(), make=make
@@ -55,20 +57,27 @@ def one_step(
     try:
         if change is not None:
             change(engine)
-        start = 2 * MICRO_BATCH * ranks.rank
-        for offset in (0, MICRO_BATCH):
-            engine.accumulate(rows_of(np.arange(start + offset, start + offset + MICRO_BATCH) % PLAN.records))
-        if getattr(engine, "poison", False):
-            sums = engine._forward.sums
-            totals = sums._window.totals if stage == 3 else sums.totals
-            totals["cls_token" if "cls_token" in engine.shapes else next(iter(engine.shapes))][..., 0] = float("nan")
-        engine.update(NoisyUpdate(noise(), 1), 1e-3)
+        _summed_and_applied(engine, 1)
+        if later is not None:
+            later(engine)
+            _summed_and_applied(engine, 2)
     finally:
         engine.close()
 
 
+def _summed_and_applied(engine: Any, step: int) -> None:
+    start = 2 * MICRO_BATCH * engine.ranks.rank
+    for offset in (0, MICRO_BATCH):
+        engine.accumulate(rows_of(np.arange(start + offset, start + offset + MICRO_BATCH) % PLAN.records))
+    if getattr(engine, "poison", False):
+        sums = engine._forward.sums
+        totals = sums._window.totals if engine.partitioned else sums.totals
+        totals["cls_token" if "cls_token" in engine.shapes else next(iter(engine.shapes))][..., 0] = float("nan")
+    engine.update(NoisyUpdate(noise(), step), 1e-3)
+
+
 def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
-    """What is said over the network in two micro-batches, and in the update."""
+    """What is said over the network in the micro-batches of two steps, in the first update, and in the second."""
     said: Counter[str] = Counter()
     names = [
         "all_reduce",
@@ -85,6 +94,7 @@ def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
         def call(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
             if tensor.is_floating_point() and tensor.numel() > 64:
                 said[name] += 1
+                said[f"elements by {name}"] += tensor.numel()
             elif not tensor.is_floating_point():  # the guard's own counts and flags
                 said["checks"] += 1
             return real(tensor, *rest, **options)
@@ -92,6 +102,7 @@ def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
         return call
 
     found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, int] = {}
 
     def spy(engine: DeepSpeedEngine) -> None:
         for name, real in kept.items():
@@ -99,18 +110,26 @@ def collectives(ranks, stage: int) -> dict[str, dict[str, int]]:
         update = engine.update
 
         def updated(*arguments: Any) -> Any:
-            found["micro-batches"] = dict(said)
+            found[f"micro-batches {len(found)}"] = dict(said)
             said.clear()
-            return update(*arguments)
+            done = update(*arguments)
+            found["second update" if "update" in found else "update"] = dict(said)
+            said.clear()
+            return done
 
         engine.update = updated  # pyright: ignore[reportAttributeAccessIssue]
 
     try:
-        one_step(ranks, stage, spy)
+        one_step(ranks, stage, spy, later=lambda engine: sizes.update(of_model(engine)))
     finally:
         for name, real in kept.items():
             setattr(torch.distributed, name, real)
-    return found | {"update": dict(said)}
+    return found | {"sizes": sizes}
+
+
+def of_model(engine: Any) -> dict[str, int]:
+    modules = [sum(p.numel() for p in tap.taken) for tap in engine._forward.handover.taps]
+    return {"weights": engine.trainable_elements, "parameters": len(engine.shapes), "first module": modules[0]}
 
 
 def adagrad(settings: EngineSettings, forward: PrivateForward, optimizer: Any, ranks: Any) -> Any:
@@ -135,7 +154,8 @@ def in_the_other_order(engine: DeepSpeedEngine) -> None:
 
 def sent_from_elsewhere(engine: DeepSpeedEngine) -> None:
     """Every rank sends what lies one element beside the other's shard."""
-    for parcel in engine._forward.sharded_sums._parcels:  # pyright: ignore[reportAttributeAccessIssue]
+    sums: Any = engine._forward.sums if engine.partitioned else engine._whole_sums
+    for parcel in sums._exchange._parcels:
         first, *_ = parcel.stretches
         parcel.stretches[0] = slice(first.start + 1, first.stop + 1)
 
@@ -146,6 +166,55 @@ def added_twice(engine: DeepSpeedEngine) -> None:
     sums._take = lambda parts, start: (real(parts, start), real(parts, start))
 
 
+def kept_own(engine: DeepSpeedEngine) -> None:
+    """Nothing is added up over the ranks."""
+    engine._whole_sums._add_shards = lambda exchange: None
+
+
+def added_up_elsewhere(engine: DeepSpeedEngine) -> None:
+    """One rank takes part in an all-reduce, but leaves its sums as they are."""
+    sums: Any = engine._forward.sums
+    real = sums.reduce
+
+    def reduce(ranks: Any) -> None:
+        kept = sums.flat.clone()
+        real(ranks)
+        if ranks.rank:
+            sums.flat.copy_(kept)
+
+    sums.reduce = reduce
+
+
+def confused(engine: DeepSpeedEngine) -> None:
+    """The map takes two parameters of equal sizes for each other."""
+    for flat, parts in engine._layout.values():
+        for one, other in pairwise(parts):
+            if one.length == other.length and one.name != other.name:
+                rest = [part for part in parts if part not in (one, other)]
+                swapped = [replace(one, position=other.position), replace(other, position=one.position)]
+                engine._layout[id(flat)] = (flat, [*rest, *swapped])
+                return
+    raise AssertionError("no two parameters of this shard are of equal sizes")
+
+
+def scaled_later(engine: Any) -> None:
+    """What DeepSpeed reduces is scaled, but not in the first step. It is the turn of a module of which both ranks hold
+    something."""
+    held = [{part.name for part in parts} for flat, parts in engine._layout.values()]
+    by_both = set.intersection(*(set().union(*each) for each in engine.ranks.gather(held)))
+    taps = enumerate(engine._forward.handover.taps)
+    engine._hand_overs = 1 + next(turn for turn, tap in taps if tap.names & by_both)
+
+    def halve(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for flat in group["params"]:
+                flat.grad.mul_(0.5)
+
+    engine._hook.remove()
+    engine._base.register_step_pre_hook(halve)
+    engine._hook = engine._base.register_step_pre_hook(engine._before_optimizer_step)
+
+
 def last_window_lost(engine: DeepSpeedEngine) -> None:
     sums: Any = engine._forward.sharded_sums  # pyright: ignore[reportAttributeAccessIssue]
     sums.send = lambda: None
@@ -154,11 +223,11 @@ def last_window_lost(engine: DeepSpeedEngine) -> None:
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "honest at 1": (1, {}, {}),
     "honest at 3": (3, {}, {}),
+    "honest at 0, where DeepSpeed reduces nothing": (0, {"gradient_allreduce_op": None}, {}),
     "clips the reduced sum at 1": (1, {"gradient_clipping": 1e-3}, {}),
     "clips the reduced sum at 3": (3, {"gradient_clipping": 1e-3}, {}),
     "clips by default": (2, {"gradient_clipping": None}, {}),
     "averages over ranks": (1, {"gradient_allreduce_op": None}, {}),
-    "averages over ranks at 0": (0, {"gradient_allreduce_op": None}, {}),
     "round robin": (2, {"zero": {"round_robin_gradients": True}}, {}),
     "bf16 parameters by its own mode": (1, {"bf16": {"enabled": True}}, {}),
     "bf16 on the wire": (1, {"communication_data_type": "bf16"}, {}),
@@ -167,8 +236,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "optimizer made anew": (3, {}, {"make": adagrad}),
     "bf16 parameters": (1, {}, {"dtype": torch.bfloat16}),
     "NaN in the sum at 0": (0, {}, {"change": poisoned}),
-    "NaN in the sum at 1, step skipped": (1, {}, {"change": poisoned}),
+    "NaN in the sum at 1": (1, {}, {"change": poisoned}),
     "NaN in the sum at 3": (3, {}, {"change": poisoned}),
+    "wrong slices of a total at 1": (1, {}, {"change": sent_from_elsewhere}),
+    "nothing added up at 2": (2, {}, {"change": kept_own}),
+    "not added up on one rank at 0": (0, {}, {"change": added_up_elsewhere}),
+    "two parameters confused at 1": (1, {}, {"change": confused}),
+    "scaled in a later step at 2": (2, {}, {"later": scaled_later}),
     "shards exchanged at 3": (3, {}, {"change": in_the_other_order}),
     "wrong slices of a window at 3": (3, {}, {"change": sent_from_elsewhere}),
     "a window added twice at 3": (3, {}, {"change": added_twice}),

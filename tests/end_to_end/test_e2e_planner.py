@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from murmuration.train.engines.sharded_sums import SHORTEST_RUN
+from murmuration.train.engines.exchange import SHORTEST_RUN
 from murmuration.train.planner.memory import WeightCounts, fsdp2_memory, memory
 from tests.support.launching import TIMEOUT, run_worker
 

@@ -17,7 +17,7 @@ from murmuration.train.clip.rule import WINDOW_ROUNDING, ClipError, ClipRule, ro
 from murmuration.train.clip.sums import ExactSums, FlatSums
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines import sharded_sums
+from murmuration.train.engines import exchange, sharded_sums
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.shard_map import ShardMapError
 from murmuration.train.engines.sharded_sums import MOST_SLOTS, ShardedSums, micro_batches_per_window
@@ -69,8 +69,8 @@ def summed(ranks: Any, micro_batches: int, change: Callable[[ShardedSums], objec
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_each_shard_gets_the_sum_of_all_ranks(world: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several windows, sent whole or a few elements at a time; some ranks hold nothing of a parameter."""
-    monkeypatch.setattr(sharded_sums, "RUNS", 1 << 20)
-    monkeypatch.setattr(sharded_sums, "SHORTEST_RUN", at_once)
+    monkeypatch.setattr(exchange, "RUNS", 1 << 20)
+    monkeypatch.setattr(exchange, "SHORTEST_RUN", at_once)
     micro_batches = 2 * per_window(MICRO_BATCH) + 3
     exact = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for rank in range(world):
@@ -254,7 +254,7 @@ def told(world: int, act: Callable[[Any], object]) -> list[str]:
 def wrong_slice(sums: ShardedSums) -> None:
     """One rank sends what lies one element beside another's shard."""
     if sums._ranks.rank == 1:
-        stretches = sums._parcels[0].stretches
+        stretches = sums._exchange._parcels[0].stretches
         stretches[0] = slice(stretches[0].start + 1, stretches[0].stop + 1)
 
 
@@ -269,7 +269,7 @@ def swapped(sums: ShardedSums) -> None:
 
 def second_window_twice(sums: ShardedSums) -> None:
     """One rank adds what it received in the second window two times."""
-    real, windows = sums._exchange, Counter[str]()
+    real, windows = sums._take_all, Counter[str]()
 
     def exchange() -> None:
         windows["all"] += 1
@@ -279,12 +279,12 @@ def second_window_twice(sums: ShardedSums) -> None:
         real()
         sums._take = take  # pyright: ignore[reportAttributeAccessIssue]
 
-    sums._exchange = exchange  # pyright: ignore[reportAttributeAccessIssue]
+    sums._take_all = exchange  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def second_window_lost(sums: ShardedSums) -> None:
     """What one rank received in the second window is not added."""
-    real, windows = sums._exchange, Counter[str]()
+    real, windows = sums._take_all, Counter[str]()
 
     def exchange() -> None:
         windows["all"] += 1
@@ -293,7 +293,7 @@ def second_window_lost(sums: ShardedSums) -> None:
         if windows["all"] == 2 and sums._ranks.rank == 1:
             sums._totals.copy_(kept)
 
-    sums._exchange = exchange  # pyright: ignore[reportAttributeAccessIssue]
+    sums._take_all = exchange  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def last_window_lost(sums: ShardedSums) -> None:

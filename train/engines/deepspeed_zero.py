@@ -1,17 +1,23 @@
 """The model sharded by stock DeepSpeed. The only file that imports it.
 
-Clipped gradients are totalled in fp64 outside DeepSpeed and handed to it once per logical step, as an ordinary
-gradient: by each rank its own total or, at stage 3, the part of the reduced total that lies in its shard. The noise
-enters through a step pre-hook on our optimizer, which sees the reduced fp32 gradient of exactly this rank's shard.
-There the exact total replaces it, after both were found to agree: independent evidence, at every step, that nothing was
-lost, scaled or misplaced. At stage 3 it is evidence of what DeepSpeed does, and `ShardedSums.reduce` proves that the
-shards got the sum of all ranks. DeepSpeed can lose such a hook, or skip a step, without an error; therefore the hook
-demands a one-shot update and every step is checked afterwards.
+Clipped gradients are totalled in fp64 outside DeepSpeed; `WholeSums` and `ShardedSums` add them up over the ranks and
+prove it. The noise enters through a step pre-hook on our optimizer, which sees the fp32 gradient that DeepSpeed reduced
+for exactly this rank's shard. There the exact total replaces it, after both were found to agree: independent evidence
+that nothing is scaled, and that shards lie where the shard map says.
+
+For this, DeepSpeed is handed an ordinary gradient: by each rank its own total or, at stage 3, the part of the reduced
+total that lies in its shard. Handing over all of it would send every sum a second time. So at stages 1 and 2 the first
+step of an engine hands over all, which proves the map, and each later step one module, which take turns. At stage 0
+there is no map, and DeepSpeed reduces nothing.
+
+DeepSpeed can lose such a hook, or skip a step, without an error; therefore the hook demands a one-shot update and every
+step is checked afterwards.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +42,7 @@ from murmuration.train.engines.deepspeed_cpu import make_ready
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
+from murmuration.train.engines.whole_sums import WholeSums
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.adam import AdamW, Kernel
 from murmuration.train.optim.base import FlatOptimizer
@@ -115,7 +122,7 @@ class DeepSpeedEngine:
         self._require_own_optimizer()
         self._layout = self._map()
         if isinstance(forward, PrivateForward):
-            forward.begin(self.device, self._sharded_sums(micro_batch) if self.partitioned else None)
+            self._begin(forward, micro_batch)
         optimizer.bind(self._layout, self._add_up if zero.stage else None)
         if zero.offload_optimizer is not None and zero.offload_optimizer.adam == "deepspeed":
             assert isinstance(optimizer, AdamW), "the config refuses that kernel for other optimizers"
@@ -128,9 +135,18 @@ class DeepSpeedEngine:
             for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
                 deepspeed.zero.register_external_parameter(tap, parameter)
 
-    def _sharded_sums(self, micro_batch: int) -> ShardedSums:
+    def _begin(self, forward: PrivateForward, micro_batch: int) -> None:
+        self._hand_overs, self._handed_over = 0, frozenset(self.shapes)
         fragments = [fragment for _, parts in self._layout.values() for fragment in parts]
-        return ShardedSums(self.shapes, fragments, self.ranks, micro_batch)
+        if self.partitioned:
+            forward.begin(self.device, ShardedSums(self.shapes, fragments, self.ranks, micro_batch))
+            return
+        forward.begin(self.device)
+        self._whole_sums = WholeSums(
+            forward.exact_sums, self.shapes, fragments, self.ranks, sharded=self._zero.stage > 0
+        )
+        if self._zero.stage == 0:
+            self._engine.enable_backward_allreduce = False
 
     def _map(self) -> dict[int, tuple[Tensor, list[Fragment]]]:
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -171,9 +187,12 @@ class DeepSpeedEngine:
         if self.partitioned:
             forward.sharded_sums.reduce()
             self._engine.backward(self._engine())
-        else:
-            self._engine.backward(self._engine())
-            forward.exact_sums.reduce(self.ranks)
+            return
+        turn = self._hand_overs - 1 if self._hand_overs and self._zero.stage else None
+        self._engine.backward(self._engine(turn=turn))
+        self._handed_over = frozenset(self.shapes) if turn is None else forward.handover.tap_of(turn).names
+        self._whole_sums.reduce()
+        self._hand_overs += 1
 
     def discard(self) -> None:
         if isinstance(self._forward, PrivateForward):
@@ -197,21 +216,27 @@ class DeepSpeedEngine:
                 flat.grad.copy_(total)
 
     def _total(self, reduced: Tensor, fragments: list[Fragment]) -> Tensor:
-        """The sum over all ranks for this flat tensor; in a private phase in fp64, checked against DeepSpeed's sum."""
+        """The sum over all ranks for this flat tensor; in a private phase in fp64, checked against what DeepSpeed
+        reduced of it."""
         if self._scale != 1:
             reduced.mul_(self._scale)
         if not isinstance(self._forward, PrivateForward):
             return reduced
         exact = torch.zeros_like(reduced, dtype=torch.float64)
         for fragment in fragments:
-            if self.partitioned:
-                total = self._forward.sharded_sums.of(fragment)
-            else:
-                whole = self._forward.exact_sums.totals[fragment.name].view(-1)
-                total = whole[fragment.start : fragment.start + fragment.length]
-            fragment.of(exact).copy_(total)
-        rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
+            sums = self._forward.sharded_sums if self.partitioned else self._whole_sums
+            fragment.of(exact).copy_(sums.of(fragment))
+        if self._zero.stage:
+            self._require_agreement(reduced, exact, fragments)
+        return exact
+
+    def _require_agreement(self, reduced: Tensor, exact: Tensor, fragments: list[Fragment]) -> None:
+        rounding = ROUNDING * float(exact.abs().max()) + torch.finfo(torch.float32).tiny
+        if not math.isfinite(rounding):
+            raise UpdateError("the sum of clipped gradients is not finite; the clip engine let a bad record through")
         for fragment in fragments:
+            if fragment.name not in self._handed_over:
+                continue
             total = fragment.of(exact)
             apart = (fragment.of(reduced) - total).abs().max()
             if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
@@ -219,7 +244,6 @@ class DeepSpeedEngine:
                     f"what DeepSpeed reduced for {fragment.name} is not the sum that was handed to it; its shards are "
                     "not where the shard map says, or something scales gradients"
                 )
-        return exact
 
     def _check(self, update: Update) -> AppliedUpdate:
         """Checks for what DeepSpeed may silently lose (the hook, the step, elements), and that weights are finite."""

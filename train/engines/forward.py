@@ -97,11 +97,13 @@ class PrivateForward(nn.Module):
         self.kept_from_swap = self.sums.keep_from_swap()
 
     def forward(
-        self, inputs: dict[str, Tensor] | None = None, present: Tensor | None = None, rule: ClipRule | None = None
+        self, inputs: dict[str, Tensor] | None = None, present: Tensor | None = None, rule: ClipRule | None = None,
+        turn: int | None = None,
     ) -> Tensor:  # fmt: skip
+        """`turn`: whose totals alone are handed over (`GradientInjector`)."""
         if inputs is None or present is None:
             self.settle()
-            return self.handover(self.sums.spread() if isinstance(self.sums, ShardedSums) else self.sums.totals)
+            return self.handover(self.sums.spread() if isinstance(self.sums, ShardedSums) else self.sums.totals, turn)
         if self._defer and isinstance(self.clip, DeferringClip) and isinstance(self.sums, ExactSums):
             self.settle(but=AHEAD - 1)
             adding = self.graph or self.clip

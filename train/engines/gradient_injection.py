@@ -25,6 +25,10 @@ class ModuleInjector(nn.Module):
     def taken(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._taken]
 
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._taken)
+
     def forward(self, totals: Mapping[str, Tensor]) -> Tensor:
         return _Deferred.apply([totals[name] for name, _ in self._taken], *self.taken)
 
@@ -40,8 +44,14 @@ class GradientInjector(nn.Module):
                 owners.setdefault(name.rpartition(".")[0], {})[name] = parameter
         self.taps = nn.ModuleList(ModuleInjector(parameters) for parameters in owners.values())
 
-    def forward(self, totals: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, totals: Mapping[str, Tensor], turn: int | None = None) -> Tensor:
+        """`turn`: of the modules, the one whose totals alone are handed over; they take turns."""
+        if turn is not None:
+            return self.tap_of(turn)(totals)
         return torch.stack([tap(totals) for tap in self.taps]).sum()
+
+    def tap_of(self, turn: int) -> ModuleInjector:
+        return self.taps[turn % len(self.taps)]  # pyright: ignore[reportReturnType]
 
 
 class _Deferred(torch.autograd.Function):

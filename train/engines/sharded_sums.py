@@ -18,18 +18,14 @@ rounding does not matter.
 Where ranks hold several copies of the model (HSDP), a rank sends windows to those that hold its own copy. At the end of
 a step the ranks that hold equal shards add up their totals, once and before any noise.
 
-The proof of each step. Before a window is sent, each rank adds up its elements, weighted by their positions, parameter
-by parameter. When all windows are sent and empty, the numbers of all ranks must be those of all shards' totals; so a
-rank that was left out, a window that was lost or added twice, a scale, or a shift is an error, not a wrong gradient.
-With several copies, equal shards must have the same bits, and each copy the sum of all ranks.
+The proof of each step is that of `exchange.py`, over all windows together, once they are sent and empty. With several
+copies, equal shards must have the same bits, and each copy the sum of all ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,18 +35,11 @@ from murmuration.train.clip.sums import FlatSums, product, require_wide
 from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.shard_map import ShardMapError
+from murmuration.train.engines.exchange import RUNS, SHORTEST_RUN, Exchange, require_sums, weigh, weighed
 from murmuration.train.noise.update import UpdateError
 
 # ΣR above: how many slots the micro-batches of a window may have, those of earlier ones counted again with each later.
 MOST_SLOTS = int(WINDOW_ROUNDING / (4 * UNIT_ROUNDOFF))
-# A window is sent in so many runs of elements, or fewer where they would be shorter than this. While one is under way,
-# the one before it is added: two runs are in memory twice each, which is a quarter of a byte per weight.
-RUNS, SHORTEST_RUN = 64, 1 << 20
-# Tolerance of fp64 sums over all elements of a parameter, relative to the sum of their absolute values.
-AGREEMENT = 1e-9
-# Elements weighted at a time.
-WEIGHED_AT_ONCE = 1 << 20
 
 
 def micro_batches_per_window(micro_batch: int) -> int | None:
@@ -58,15 +47,6 @@ def micro_batches_per_window(micro_batch: int) -> int | None:
     if micro_batch > MOST_SLOTS:
         return None
     return int(((1 + 8 * (MOST_SLOTS / micro_batch)) ** 0.5 - 1) / 2)
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    """What is sent at once: stretches of the window in the order of the ranks that receive them."""
-
-    stretches: list[slice] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    """Elements for each rank."""
 
 
 class ShardedSums:
@@ -81,7 +61,7 @@ class ShardedSums:
         self._ranks, self._shapes, self._replicas = ranks, shapes, replicas or Alone(ranks.device)
         self._limit = MOST_SLOTS if micro_batch <= MOST_SLOTS else None
         self._window = FlatSums(shapes, ranks.device, torch.float64 if self._limit is None else torch.float32)
-        self._parcels = _parcels(_held_by_all(shapes, fragments, ranks), self._window.places)
+        self._exchange = Exchange(shapes, self._window.places, fragments, ranks)
         self._fragments = {fragment.name: fragment for fragment in fragments}
         lengths = [fragment.length for fragment in fragments]
         self._totals = torch.zeros(sum(lengths), dtype=torch.float64, device=ranks.device)
@@ -150,25 +130,16 @@ class ShardedSums:
         self._settle()
         self._wait()
         with self._on_its_own_stream():
-            self._sent += _weigh(self._window.totals)
-            self._exchange()
+            self._sent += weigh(self._window.totals)
+            self._take_all()
             self._window.clear()
         self._slots = self._slots_summed = 0
 
-    def _exchange(self) -> None:
-        flat, done = self._window.flat, 0
-        before: tuple[Tensor, int] | None = None
-        for parcel in self._parcels:
-            own = parcel.sizes[self._ranks.rank]
-            parts = torch.empty(self._ranks.world, own, dtype=flat.dtype, device=flat.device)
-            parcelled = torch.cat([flat[stretch] for stretch in parcel.stretches])
-            arrive = self._ranks.swap(parts.view(-1), parcelled, parcel.sizes)
-            if before is not None:
-                self._take(*before)
-            arrive()
-            before, done = (parts, done), done + own
-        if before is not None:
-            self._take(*before)
+    def _take_all(self) -> None:
+        done = 0
+        for arrived in self._exchange.run(self._window.flat):
+            self._take(arrived.parts, done)
+            done += arrived.parts.shape[1]
 
     def _take(self, parts: Tensor, start: int) -> None:
         """Adds the ranks' parts of the same elements, in the order of the ranks."""
@@ -184,30 +155,18 @@ class ShardedSums:
         found = torch.zeros_like(self._sent)
         for number, name in enumerate(self._shapes):
             if (fragment := self._fragments.get(name)) is not None:
-                found[:, number] = _weighed(self._own[name], fragment.start, self._shapes[name].numel())
+                found[:, number] = weighed(self._own[name], fragment.start, self._shapes[name].numel())
         left = (self._window.flat.count_nonzero() + (self._waiting is not None)).expand_as(found[0])
         differ = torch.full_like(found[0], not equal)
         said = self._replicas.add(self._ranks.add(torch.stack([*self._sent, found[0], left, differ])))
         expected, size, found, left, differ = said
-        # Every copy has the whole sum, so that all have it as often as there are copies.
-        wrong = ~((found / self._replicas.world - expected).abs() <= AGREEMENT * size)
         self._reduced = True
         if bool(left.any()):
             raise UpdateError("a window of clipped gradients was not sent, or not emptied and would be added twice")
-        if not bool(wrong.any()):
-            if bool(differ.any()):
-                raise UpdateError(
-                    "ranks with equal shards got different sums; collective operations are unreliable here"
-                )
-            return
-        name = list(self._shapes)[int(wrong.nonzero()[0])]
-        if not bool(torch.isfinite(size).all()):
-            raise UpdateError(
-                f"the sum of clipped gradients of {name} is not finite; the clip engine let a bad record through"
-            )
-        raise UpdateError(
-            f"what was reduced for {name} is not the sum over the ranks; collective operations are unreliable here"
-        )
+        # Every copy has the whole sum, so that all have it as often as there are copies.
+        require_sums(list(self._shapes), expected, size, found / self._replicas.world)
+        if bool(differ.any()):
+            raise UpdateError("ranks with equal shards got different sums; collective operations are unreliable here")
 
     def _add_copies(self) -> bool:
         """Adds up the totals of the ranks that hold equal shards; whether all of them have the same bits then."""
@@ -265,58 +224,3 @@ class ShardedSums:
         if self._beside is not None and self._under_way:
             torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
         self._under_way = False
-
-
-def _held_by_all(
-    shapes: Mapping[str, torch.Size], fragments: Sequence[Fragment], ranks: Ranks
-) -> list[list[tuple[str, int, int]]]:  # fmt: skip
-    """Every rank's pieces as (name, start, length), after proving that each element is in exactly one of them."""
-    every = ranks.gather([(f.name, f.start, f.length) for f in fragments])
-    if any(number > 1 for held in every for number in Counter(name for name, _, _ in held).values()):
-        raise ShardMapError("a rank holds two pieces of one parameter, which is not a known layout")
-    for name, shape in shapes.items():
-        end = 0
-        for start, length in sorted((s, n) for held in every for other, s, n in held if other == name and n):
-            if start != end:
-                raise ShardMapError(f"{name}: its elements up to {max(start, end)} are in two shards, or in none")
-            end = start + length
-        if end != shape.numel():
-            raise ShardMapError(f"{name}: the shards hold {end} of {shape.numel()} elements")
-    return every
-
-
-def _parcels(every: list[list[tuple[str, int, int]]], places: Mapping[str, slice]) -> list[_Parcel]:
-    """Cuts every rank's shard, in the order of its pieces, into equally many runs."""
-    whole = sum(length for held in every for _, _, length in held)
-    at_once = max(1, max(SHORTEST_RUN, whole // RUNS) // len(every))
-    longest = max(sum(length for _, _, length in held) for held in every)
-    parcels = [_Parcel() for _ in range(0, longest, at_once)]
-    for held in every:
-        sizes, at = [0] * len(parcels), 0
-        for name, start, length in held:
-            first, end = places[name].start + start, places[name].start + start + length
-            while first < end:
-                number, filled = divmod(at, at_once)
-                taken = min(end - first, at_once - filled)
-                parcels[number].stretches.append(slice(first, first + taken))
-                sizes[number] += taken
-                first, at = first + taken, at + taken
-        for parcel, size in zip(parcels, sizes, strict=True):
-            parcel.sizes.append(size)
-    return parcels
-
-
-def _weigh(totals: Mapping[str, Tensor]) -> Tensor:
-    """[2, parameters]: each parameter's sum and sum of absolute values, with weights from 1 to 2 along its elements."""
-    return torch.stack([_weighed(total.view(-1), 0, total.numel()) for total in totals.values()], dim=1)
-
-
-def _weighed(piece: Tensor, first: int, elements: int) -> Tensor:
-    """[2], for a piece that begins at element `first` of a parameter with so many elements."""
-    step, found = 1.0 / max(1, elements), torch.zeros(2, dtype=torch.float64, device=piece.device)
-    for start in range(0, len(piece), WEIGHED_AT_ONCE):
-        part = piece[start : start + WEIGHED_AT_ONCE]
-        numbers = torch.arange(first + start, first + start + len(part), dtype=torch.float64, device=piece.device)
-        weighed = numbers.mul_(step).add_(1.0).mul_(part)
-        found += torch.stack([weighed.sum(), weighed.abs_().sum()])
-    return found

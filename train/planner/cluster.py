@@ -126,7 +126,7 @@ def _zero_exchange(
     exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
     exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
     if stage < 3:
-        exchange += cluster.all_reduce_seconds(4.0 * n)
+        exchange += 0.0 if weights.private else cluster.all_reduce_seconds(4.0 * n)
         exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
     else:
         exchange += cluster.gather_seconds(4.0 * n)
@@ -149,9 +149,12 @@ def _fsdp2_exchange(
 
 
 def _summing(weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int) -> float:
-    """One all-reduce of the fp64 totals; at stage 3, every window goes to the shards once."""
-    if stage < 3:
+    """The fp64 totals go to the shards once, at stage 0 to all ranks; at stage 3, every window goes to the shards. Not
+    counted: the gradient that DeepSpeed reduces as evidence, whole in the first step and then a module in turn."""
+    if stage == 0:
         return cluster.all_reduce_seconds(8.0 * weights.trainable)
+    if stage < 3:
+        return cluster.gather_seconds(8.0 * weights.trainable)
     return _windows(weights, cluster, rows, micro_batch)
 
 

@@ -18,7 +18,8 @@ from torch import nn
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Config, Phase
-from murmuration.train.engines.sharded_sums import MOST_SLOTS, RUNS, SHORTEST_RUN
+from murmuration.train.engines.exchange import RUNS, SHORTEST_RUN, WEIGHED_AT_ONCE
+from murmuration.train.engines.sharded_sums import MOST_SLOTS
 
 if TYPE_CHECKING:  # it brings PyTorch's compiler along, which a dry run does without
     from murmuration.train.planner.cost import RecordCost
@@ -131,12 +132,17 @@ def fsdp2_memory(weights: WeightCounts, ranks_per_copy: int) -> Memory:
     in fp32. All weights are counted as gathered at once, which is more than FSDP2 gathers: block by block."""
     n, private, ranks = weights.trainable, weights.private, ranks_per_copy
     own, whole = 4.0 * (n + weights.frozen), 4.0 * n
-    shard, under_way = whole / ranks, 8.0 * min(n, 2 * max(SHORTEST_RUN, n // RUNS))
+    shard = whole / ranks
     return Memory(
         weights=own / ranks, sums=whole + 2 * shard if private else 0.0, gradients=0.0 if private else shard,
-        optimizer=weights.moments * n / ranks, gathered=own, update=max(shard, under_way) if private else 0.0,
+        optimizer=weights.moments * n / ranks, gathered=own, update=max(shard, _under_way(n, 4)) if private else 0.0,
         wide=whole if private else 0.0,
     )  # fmt: skip
+
+
+def _under_way(elements: int, size: int) -> float:
+    """Two runs of sums, in numbers of so many bytes, both sent and received."""
+    return 2.0 * size * min(elements, 2 * max(SHORTEST_RUN, elements // RUNS))
 
 
 def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memory:
@@ -152,7 +158,7 @@ def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memo
         gradients=_gradients(stage, private, whole, shard, offload),
         optimizer=weights.moments * n if stage == 0 else 0.0 if offload else state,
         gathered=own if stage == 3 else 0.0,
-        update=_update(stage, weights, whole, shard, offload) + (whole if weights.mixed else 0.0),
+        update=_update(stage, weights, ranks, offload) + (whole if weights.mixed else 0.0),
         # On every rank, at every stage.
         beside=(2 * whole if weights.mixed else 0.0) + (2 * whole if weights.probed else 0.0),
         wide=whole if private and stage == 3 else 0.0,
@@ -172,15 +178,20 @@ def _gradients(stage: int, private: bool, whole: float, shard: float, offload: b
     return whole if stage < 2 else shard
 
 
-def _update(stage: int, weights: WeightCounts, whole: float, shard: float, offload: bool) -> float:
-    """In a private phase, the gradient is handed over whole; then each shard's exact fp64 total replaces the reduced
-    gradient."""
+def _update(stage: int, weights: WeightCounts, ranks: int, offload: bool) -> float:
+    """In a private phase, the gradient is handed over whole, in the first step at least; then each shard's exact fp64
+    total replaces the reduced gradient."""
+    whole = 4.0 * weights.trainable
+    shard = whole / ranks
     if stage == 0:
-        exchanged = min(whole, EXCHANGED_AT_ONCE)
-        return whole + max(exchanged, 8.0 * weights.largest) if weights.private else exchanged
+        weighed = min(weights.trainable, WEIGHED_AT_ONCE)
+        return whole + 8.0 * max(weights.largest, weighed) if weights.private else min(whole, EXCHANGED_AT_ONCE)
     if not weights.private:
         return 0.0 if offload else shard
-    handed = 2 * whole if stage == 3 else whole + shard  # ZeRO-3 gathers the weights to hand their gradient over
+    if stage == 3:
+        handed = 2 * whole  # ZeRO-3 gathers the weights to hand their gradient over
+    else:
+        handed = max(whole + shard, whole + (_under_way(weights.trainable, 8) if ranks > 1 else 0.0))
     return handed if offload else max(handed, 5 * shard)
 
 

@@ -1,0 +1,149 @@
+"""How sums that each rank has of the whole model reach the shards in which they lie, and the proof that they did.
+
+The proof. Before anything is sent, each rank adds up its elements, weighted by their positions, parameter by parameter.
+Afterwards the numbers of all ranks must be those of all shards' totals; so a rank that was left out, a part that was
+lost or added twice, a scale, or a shift is an error, not a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.shard_map import ShardMapError
+from murmuration.train.noise.update import UpdateError
+
+# Sums are sent in so many runs of elements, or fewer where they would be shorter than this. While one is under way, the
+# one before it is added: two runs are in memory twice each.
+RUNS, SHORTEST_RUN = 64, 1 << 20
+# Tolerance of fp64 sums over all elements of a parameter, relative to the sum of their absolute values.
+AGREEMENT = 1e-9
+# Elements weighted at a time.
+WEIGHED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """What is sent at once: stretches of the sums in the order of the ranks that receive them."""
+
+    stretches: list[slice] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Elements for each rank."""
+    own: list[slice] = field(default_factory=list)
+    """The stretches that this rank receives."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A stretch of this rank's shard, as each rank has it."""
+
+    parts: Tensor
+    """[ranks, elements]"""
+    stretches: list[slice]
+    """Where these elements lie in the sums."""
+
+
+class Exchange:
+    """`fragments` are the pieces of parameters that this rank's optimizer holds, `places` says where parameters lie in
+    the sums. Collective."""
+
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], places: Mapping[str, slice], fragments: Sequence[Fragment], ranks: Ranks
+    ) -> None:  # fmt: skip
+        self._ranks = ranks
+        self._parcels = _parcels(_held_by_all(shapes, fragments, ranks), places, ranks.rank)
+
+    def run(self, flat: Tensor) -> Iterator[Arrived]:
+        """Sends every rank its part of these sums, and yields what arrives for this one, in the order of its pieces.
+        Its own stretches of `flat` may be changed as soon as they are yielded. Collective."""
+        before: Arrived | None = None
+        for parcel in self._parcels:
+            own = parcel.sizes[self._ranks.rank]
+            parts = torch.empty(self._ranks.world, own, dtype=flat.dtype, device=flat.device)
+            parcelled = torch.cat([flat[stretch] for stretch in parcel.stretches])
+            arrive = self._ranks.swap(parts.view(-1), parcelled, parcel.sizes)
+            if before is not None:
+                yield before
+            arrive()
+            before = Arrived(parts, parcel.own)
+        if before is not None:
+            yield before
+
+
+def _held_by_all(
+    shapes: Mapping[str, torch.Size], fragments: Sequence[Fragment], ranks: Ranks
+) -> list[list[tuple[str, int, int]]]:  # fmt: skip
+    """Every rank's pieces as (name, start, length), after proving that each element is in exactly one of them."""
+    every = ranks.gather([(f.name, f.start, f.length) for f in fragments])
+    if any(number > 1 for held in every for number in Counter(name for name, _, _ in held).values()):
+        raise ShardMapError("a rank holds two pieces of one parameter, which is not a known layout")
+    for name, shape in shapes.items():
+        end = 0
+        for start, length in sorted((s, n) for held in every for other, s, n in held if other == name and n):
+            if start != end:
+                raise ShardMapError(f"{name}: its elements up to {max(start, end)} are in two shards, or in none")
+            end = start + length
+        if end != shape.numel():
+            raise ShardMapError(f"{name}: the shards hold {end} of {shape.numel()} elements")
+    return every
+
+
+def _parcels(every: list[list[tuple[str, int, int]]], places: Mapping[str, slice], rank: int) -> list[_Parcel]:
+    """Cuts every rank's shard, in the order of its pieces, into equally many runs."""
+    whole = sum(length for held in every for _, _, length in held)
+    at_once = max(1, max(SHORTEST_RUN, whole // RUNS) // len(every))
+    longest = max(sum(length for _, _, length in held) for held in every)
+    parcels = [_Parcel() for _ in range(0, longest, at_once)]
+    for number_of_rank, held in enumerate(every):
+        sizes, at = [0] * len(parcels), 0
+        for name, start, length in held:
+            first, end = places[name].start + start, places[name].start + start + length
+            while first < end:
+                number, filled = divmod(at, at_once)
+                taken = min(end - first, at_once - filled)
+                parcels[number].stretches.append(slice(first, first + taken))
+                if number_of_rank == rank:
+                    parcels[number].own.append(slice(first, first + taken))
+                sizes[number] += taken
+                first, at = first + taken, at + taken
+        for parcel, size in zip(parcels, sizes, strict=True):
+            parcel.sizes.append(size)
+    return parcels
+
+
+def weigh(totals: Mapping[str, Tensor]) -> Tensor:
+    """[2, parameters]: each parameter's sum and sum of absolute values, with weights from 1 to 2 along its elements."""
+    return torch.stack([weighed(total.view(-1), 0, total.numel()) for total in totals.values()], dim=1)
+
+
+def weighed(piece: Tensor, first: int, elements: int) -> Tensor:
+    """[2], for a piece that begins at element `first` of a parameter with so many elements."""
+    step, found = 1.0 / max(1, elements), torch.zeros(2, dtype=torch.float64, device=piece.device)
+    for start in range(0, len(piece), WEIGHED_AT_ONCE):
+        part = piece[start : start + WEIGHED_AT_ONCE]
+        numbers = torch.arange(first + start, first + start + len(part), dtype=torch.float64, device=piece.device)
+        weights = numbers.mul_(step).add_(1.0)
+        products = weights.mul_(part)
+        found += torch.stack([products.sum(), products.abs_().sum()])
+    return found
+
+
+def require_sums(names: Sequence[str], expected: Tensor, size: Tensor, found: Tensor) -> None:
+    """For each parameter: the weighted sum of what all ranks had, that of absolute values, and that of all shards."""
+    wrong = ~((found - expected).abs() <= AGREEMENT * size)
+    if not bool(wrong.any()):
+        return
+    name = names[int(wrong.nonzero()[0])]
+    if not bool(torch.isfinite(size).all()):
+        raise UpdateError(
+            f"the sum of clipped gradients of {name} is not finite; the clip engine let a bad record through"
+        )
+    raise UpdateError(
+        f"what was reduced for {name} is not the sum over the ranks; collective operations are unreliable here"
+    )
