@@ -173,9 +173,16 @@ def clip_of(records: int, precision: str = "bf16") -> BookKeepingClip:
     return BookKeepingClip(ClipRule("flat", 1.0 / (1 + allowance), allowance), precision)  # pyright: ignore[reportArgumentType]
 
 
-def engine_of(model: nn.Module, private: bool, records: int, setting: Setting, graph: bool = False) -> LocalEngine:
-    """The engine of one process, with exact sums: the one whose `accumulate` a run calls."""
-    forward = PrivateForward(model, clip_of(records), graph=graph) if private else PlainForward(model, "bf16")
+def engine_of(
+    model: nn.Module, private: bool, records: int, setting: Setting, graph: bool = False, compiled: bool = False
+) -> LocalEngine:
+    """The engine of one process, with exact sums: the one whose `accumulate` a run calls. `compiled`: as by
+    `run.compile: "blocks"`."""
+    forward: PrivateForward | PlainForward
+    if private:
+        forward = PrivateForward(model, clip_of(records), graph=graph)
+    else:
+        forward = PlainForward(model, "bf16", compiled=compiled)
     return LocalEngine(forward, make_optimizer(Optimizer(), model.named_parameters(), 0.0), Alone(setting.device))
 
 

@@ -49,15 +49,14 @@ def micro_batches(setting: Setting) -> Iterator[Case]:
 
 
 def micro_batch(model: str, records: int, setting: Setting) -> Found:
-    """Plain, compiled, private, and private as a CUDA graph, in turns: times as ratios to the plain ones just before
-    and after."""
+    """Plain, with compiled blocks, private, and private as a CUDA graph, in turns: times as ratios to the plain ones
+    just before and after."""
     batch = batch_of(model, records, setting)
     plain, private = (engine_of(model_of(model), kind, records, setting) for kind in (False, True))
     steps: dict[str, Callable[[], None]] = {"private": partial(private.accumulate, batch)}
     found: Found = {"plain": _watched(plain, batch, setting), "private": _watched(private, batch, setting)}
     if setting.compile:
-        compiled = engine_of(model_of(model), False, records, setting)
-        compiled._forward.model = torch.compile(compiled.model)
+        compiled = engine_of(model_of(model), False, records, setting, compiled=True)
         steps["compiled"] = partial(compiled.accumulate, batch)
     if setting.device.type == "cuda":
         graph = engine_of(model_of(model), True, records, setting, graph=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip import kernels, norms
 from murmuration.train.clip.check import check_gradients
-from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.engine import ClipEngine, assert_exact_matmul, clipped_totals
 from murmuration.train.clip.per_record import OuterProduct, TokenSum
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.standardised import ALONG, Standardisation
@@ -153,6 +153,7 @@ def standardised_sums(size: tuple[int, int, int], setting: Setting) -> Found:
 
 def as_brute_force(model: str, precision: str, setting: Setting) -> Found:
     """The check of every start: records by the engine against plain autograd, one at a time, on this device."""
+    assert_exact_matmul()  # as the engines of runs do
     clip, body = clip_of(4, precision), model_of(model).to(setting.device)
     clip.prepare(body)
     batch = batch_of(model, 4, setting)
