@@ -118,6 +118,58 @@ def test_three_percent_in_half_precision_are_found_and_less_where_rounding_has_n
     assert (clip.rule, clip.precision) == (FLAT, precision), "put back, also after a fault"
 
 
+class Amplifying(nn.Module):
+    """As a deep ResNet: a bit that falls otherwise in fp32 becomes half a percent of the gradient, or more."""
+
+    def __init__(self, coupled: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.coupled = nn.Linear(48, 6), nn.Linear(6, 6), coupled
+
+    def forward(self, inputs: Any) -> Tensor:
+        x = torch.tanh(self.first(inputs["images"].flatten(1)))
+        if x.dtype == torch.float32:
+            x = x * (1 + 2e-7 * torch.randn(x.shape))
+        for _ in range(16):
+            x = 1 - 2 * x.square()
+        if self.coupled:
+            x = x + 0.1 * x.flip(0)
+        return self.second(x).square().sum(1)
+
+
+class OffInFp32(OffBy):
+    def add_clipped(self, model: nn.Module, *arguments: Any, **named: Any) -> Any:
+        self.always = next(model.parameters()).dtype == torch.float32
+        return super().add_clipped(model, *arguments, **named)
+
+
+def test_rounding_that_a_model_amplifies_is_no_fault_and_hides_none() -> None:
+    batch, off = toy_batch(5), {"norms": 1.3, "sums": 1.3}
+
+    def outcome(clip: BookKeepingClip, model: nn.Module) -> str:
+        clip.prepare(model)
+        try:
+            check_gradients(clip, model, batch.inputs, batch.present)
+        except ClipError as error:
+            return str(error)
+        return ""
+
+    def apart() -> float:
+        """How far two honest computations differ."""
+        model = Amplifying()
+        one, other = (
+            torch.autograd.grad(model(batch.inputs)[0], list(model.parameters()))[0].double() for _ in range(2)
+        )
+        return float((one - other).norm() / one.norm())
+
+    assert 1e-3 < max(apart() for _ in range(5)) < 0.03, "there is something that the check must look past"
+    assert outcome(BookKeepingClip(FLAT), Amplifying()) == ""
+    assert "is off by" in outcome(OffBy("fp32", FLAT, always=True, **off), Amplifying())
+    assert "is off by" in outcome(OffInFp32("fp32", FLAT, **off), Amplifying()), "right in fp64 alone"
+    assert "is off by" in outcome(OffInFp32("fp32", FLAT, norms=0.99), Amplifying()), "a norm that is not its sum's"
+    assert "is off by" in outcome(BookKeepingClip(FLAT), Amplifying(coupled=True)), "other records have a share"
+
+
 def test_sharded_weights_are_compared_with_a_whole_copy_of_them() -> None:
     """As ZeRO-3 leaves them between uses; the copy shares what the model shares, and keeps its modes."""
 

@@ -20,7 +20,7 @@ from murmuration.train.engines.shard_map import ShardMapError
 from murmuration.train.noise.update import UpdateError
 
 # Sums are sent in so many runs of elements, or fewer where they would be shorter than this. While one is under way, the
-# one before it is added: two runs are in memory twice each.
+# one before it is added: beside the sums there are three runs in memory, one of them as it is sent.
 RUNS, SHORTEST_RUN = 64, 1 << 20
 # Tolerance of fp64 sums over all elements of a parameter, relative to the sum of their absolute values.
 AGREEMENT = 1e-9
@@ -71,6 +71,7 @@ class Exchange:
             if before is not None:
                 yield before
             arrive()
+            del parcelled
             before = Arrived(parts, parcel.own)
         if before is not None:
             yield before

@@ -128,7 +128,7 @@ def memory_of(config: Config, weights: WeightCounts, ranks: int) -> Memory:
 
 
 def fsdp2_memory(weights: WeightCounts, ranks_per_copy: int) -> Memory:
-    """The update needs two runs of the last window, both sent and received; later, of the finished fp64 totals, a copy
+    """The update needs three runs of the last window (`_under_way`); later, of the finished fp64 totals, a copy
     in fp32. All weights are counted as gathered at once, which is more than FSDP2 gathers: block by block."""
     n, private, ranks = weights.trainable, weights.private, ranks_per_copy
     own, whole = 4.0 * (n + weights.frozen), 4.0 * n
@@ -141,8 +141,9 @@ def fsdp2_memory(weights: WeightCounts, ranks_per_copy: int) -> Memory:
 
 
 def _under_way(elements: int, size: int) -> float:
-    """Two runs of sums, in numbers of so many bytes, both sent and received."""
-    return 2.0 * size * min(elements, 2 * max(SHORTEST_RUN, elements // RUNS))
+    """Two runs of sums that were received, in numbers of so many bytes, and one that is sent."""
+    run = max(SHORTEST_RUN, elements // RUNS)
+    return float(size) * (min(elements, 2 * run) + min(elements, run))
 
 
 def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memory:
