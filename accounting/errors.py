@@ -14,3 +14,7 @@ class RunError(Exception):
     """
 
     exit_code: ClassVar[int] = BAD_INPUT
+
+
+class InputError(RunError, ValueError):
+    """What was asked for cannot be done; the message names the option and the fix."""

@@ -8,7 +8,8 @@
     python launch/prepare.py overlap     leave out private records that public sets contain too
     python launch/prepare.py split       freeze which share of a set is public
 
-Each command lives in launch/prepare_<command>.py and explains itself with --help. Exit codes: 0 done, 2 bad input.
+Each command lives in launch/prepare_<command>.py and explains itself with --help. Exit codes: 0 done, 2 bad input,
+75 records cannot be read now: repair what the message names, and run the command again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
+from murmuration.accounting.errors import BAD_INPUT, RunError
 from murmuration.accounting.escaping import sentence
 from murmuration.launch import (
     prepare_check,
@@ -48,15 +50,15 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # names of folders need not be text
     try:
         return arguments.run(arguments)
+    except RunError as error:
+        said, code = sentence(error), error.exit_code
     except OSError as error:
         where = error.filename or getattr(arguments, "out", None) or "a file"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         fix = "free some space there" if full else "check the path and its permissions"
-        said = sentence(f"{where}: {error.strerror or error}; {fix}, then run the command again")
-    except ValueError as error:
-        said = sentence(error)
+        said, code = sentence(f"{where}: {error.strerror or error}; {fix}, then run the command again"), BAD_INPUT
     print(f"prepare.py: {said}", file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from murmuration.accounting.durable import sync, try_lock
+from murmuration.accounting.errors import InputError
 from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:
@@ -95,19 +96,19 @@ def _demo(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # threads cost more than they save on pictures this small
     side = arguments.size
     if not 8 <= side <= 1024:
-        raise ValueError(f"--size {side}: choose 8 to 1024 pixels")
+        raise InputError(f"--size {side}: choose 8 to 1024 pixels")
     tint = FAINT if arguments.tint is None else arguments.tint
     if not 0 <= tint <= 95:
-        raise ValueError(f"--tint {tint:g}: choose 0 to 95 levels")
+        raise InputError(f"--tint {tint:g}: choose 0 to 95 levels")
     counts = {"textures": arguments.textures, "private": arguments.private, "held_out": arguments.held_out}
     for name, count in counts.items():
         if count < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {count}: at least 1 record is needed")
+            raise InputError(f"--{name.replace('_', '-')} {count}: at least 1 record is needed")
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".prepare.lock").open("w") as lock:
         if not try_lock(lock.fileno()):
-            raise ValueError(f"{out}: another prepare.py is writing here; wait until it is done")
+            raise InputError(f"{out}: another prepare.py is writing here; wait until it is done")
         sets = [_Set(name, count, side, tint) for name, count in counts.items()]
         missing = [each for each in sets if _is_missing(out / each.name, each, force=arguments.force)]
         _make(out, missing, arguments.workers)
@@ -124,9 +125,9 @@ def _is_missing(target: Path, wanted: _Set, *, force: bool) -> bool:
         print(f"{target.name}: {wanted.records} records are there already")
         return False
     if target.exists() and not force:
-        raise ValueError(f"{target}: holds other or damaged data; replace it with --force or use another --out")
+        raise InputError(f"{target}: holds other or damaged data; replace it with --force or use another --out")
     if target.exists() and found is None:
-        raise ValueError(f"{target}: not made by prepare.py, so --force leaves it alone; use another --out")
+        raise InputError(f"{target}: not made by prepare.py, so --force leaves it alone; use another --out")
     return True
 
 

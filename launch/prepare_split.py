@@ -12,6 +12,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.errors import InputError
+
 
 def declare(commands: Any) -> None:
     split = commands.add_parser("split", help="freeze which share of a set is public", description=__doc__,
@@ -29,7 +31,7 @@ def _split(arguments: argparse.Namespace) -> int:
 
     fraction = arguments.public_fraction
     if not 0 < fraction < 1:
-        raise ValueError(f"--public-fraction {fraction:g}: choose a number between 0 and 1")
+        raise InputError(f"--public-fraction {fraction:g}: choose a number between 0 and 1")
     index = open_index(arguments.index)
     count = index.records if arguments.unit is None else open_units(index, arguments.unit).count
     wanted = Cut(count, fraction, arguments.unit)
@@ -37,7 +39,7 @@ def _split(arguments: argparse.Namespace) -> int:
     wanted.freeze(index.folder)
     if (found := Cut.frozen(index.folder)) != wanted:
         assert found is not None
-        raise ValueError(
+        raise InputError(
             f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} {found.things} already; "
             "records that one run protects would be public in another"
         )

@@ -19,6 +19,7 @@ from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier, TransformerClassifier
 from murmuration.model.encoder import Encoder, PatchProjection
 from murmuration.model.language_model import LanguageModel
+from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 from murmuration.model.settings import ModelSettings, SettingsError, Shape
@@ -162,8 +163,8 @@ def _seed(seed: int, name: str) -> int:
 def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[str]:
     """Copy the encoder's tensors from a state dict into `target`; return the names copied, in order.
 
-    Nothing is copied unless everything fits: same names on both sides, same shapes. A captioner's type token is added
-    to the positions, which is equivalent, and every other encoder has positions.
+    Nothing is copied unless everything fits (same names on both sides, same shapes), else WeightsError. A captioner's
+    type token is added to the positions, which is equivalent, and every other encoder has positions.
     """
     own = dict(target.named_parameters()) | dict(target.named_buffers())
     wanted = {name: tensor for name, tensor in own.items() if name.startswith(ENCODER_PREFIXES)}
@@ -171,18 +172,18 @@ def take_encoder(source_state: Mapping[str, Tensor], target: nn.Module) -> list[
     biases = {name for name in wanted.keys() ^ given.keys() if name.endswith("attn.qkv.bias")}
     if biases:
         side = "the source has" if biases & given.keys() else "the target has"
-        raise ValueError(
+        raise WeightsError(
             f"only {side} encoder query-key-value biases (such as {min(biases)}), and leaving them out would "
             f"change what the encoder computes; set model.qkv_bias to the same value for both models."
         )
     if odd := sorted(wanted.keys() ^ given.keys()):
-        raise ValueError(
+        raise WeightsError(
             f"the two encoders differ in {len(odd)} tensors, the first of which is {odd[0]}; "
             f"build both with the same model.depth."
         )
     for name, tensor in wanted.items():
         if tensor.shape != given[name].shape:
-            raise ValueError(
+            raise WeightsError(
                 f"{name} is {list(given[name].shape)} in the source but {list(tensor.shape)} in the target; "
                 f"build both models with the same image_size, patch_size, width and depth."
             )

@@ -177,7 +177,7 @@ def _same(one: Path, other: Path) -> bool:
 def public_share(records: int, fraction: float, what: str = "record") -> int:
     """The number of records, or of units, in the public part; each part has at least one."""
     if records < 2:
-        raise ValueError(f"{records} {what} cannot be split in two; drop public_fraction")
+        raise ShardError(f"{records} {what} cannot be split in two; drop public_fraction")
     return min(records - 1, max(1, round(records * fraction)))
 
 

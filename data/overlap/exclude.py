@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from murmuration.accounting.errors import InputError
 from murmuration.data.index.exclusions import Exclusions
 from murmuration.data.index.open import open_index, open_units
 from murmuration.data.index.shard_index import shared_shard
@@ -56,7 +57,9 @@ def exclude_overlaps(
     """Hash, compare, and write the list beside the private index. `runs_on` names the private runs on an index.
     `by_unit`: all records of a unit are excluded with any of them."""
     if not 0 <= distance <= MOST_DISTANCE:
-        raise ValueError(f"--distance {distance}: choose 0 (equal hashes) to {MOST_DISTANCE} bits")
+        raise InputError(f"--distance {distance}: choose 0 (equal hashes) to {MOST_DISTANCE} bits")
+    if workers < 1:
+        raise InputError(f"--workers {workers}: at least 1 process decodes the pictures")
     ours = open_index(private, excluded="ignored")
     theirs = [open_index(each, excluded="ignored") for each in against]
     refuse_leaks(ours, theirs, runs_on)

@@ -7,6 +7,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -34,27 +35,39 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
+@contextmanager
+def _readable(arrow: Any, path: Path, what: str, fix: str) -> Iterator[None]:
+    """Errors of the library about the bytes of a file, as one sentence."""
+    try:
+        yield
+    except (arrow.ArrowException, OSError) as error:
+        raise PackError(f"{path}: not a readable {what} ({error}); {fix}") from None
+
+
 class _Parquet:
     """One file. `batches` begins at the group of rows that contains `row`."""
 
     def __init__(self, path: Path) -> None:
         self._arrow, self.path = _pyarrow(), path
-        try:
-            with self._arrow.parquet.ParquetFile(path) as file:
-                self.schema = file.schema_arrow
-                counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-        except (self._arrow.ArrowException, OSError) as error:
-            raise PackError(f"{path}: not a readable parquet file ({error}); fetch it again") from None
+        with self._opened() as file:
+            self.schema = file.schema_arrow
+            counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
         self._starts = [0, *accumulate(counts)][:-1]
 
     def batches(self, columns: Sequence[str], row: int = 0) -> Iterator[tuple[int, Any]]:
         group = max(0, bisect_right(self._starts, row) - 1)
         first = self._starts[group] if self._starts else 0
-        with self._arrow.parquet.ParquetFile(self.path) as file:
+        with self._opened() as file:
             groups = range(group, file.num_row_groups)
             for batch in file.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=list(columns)):
                 yield first, batch
                 first += batch.num_rows
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        readable = _readable(self._arrow, self.path, "parquet file", "fetch it again")
+        with readable, self._arrow.parquet.ParquetFile(self.path) as file:
+            yield file
 
 
 class _Stream:
@@ -62,20 +75,23 @@ class _Stream:
 
     def __init__(self, path: Path) -> None:
         self._arrow, self.path = _pyarrow(), path
-        try:
-            with self._arrow.memory_map(str(path)) as mapped, self._arrow.ipc.open_stream(mapped) as stream:
-                self.schema = stream.schema
-        except (self._arrow.ArrowException, OSError) as error:
-            raise PackError(f"{path}: not a readable Arrow stream ({error}); save the data set again") from None
+        with self._opened() as stream:
+            self.schema = stream.schema
 
     def batches(self, columns: Sequence[str], row: int = 0) -> Iterator[tuple[int, Any]]:
         first = 0
-        with self._arrow.memory_map(str(self.path)) as mapped, self._arrow.ipc.open_stream(mapped) as stream:
+        with self._opened() as stream:
             for batch in stream:
                 if first + batch.num_rows > row:
                     for start in range(0, batch.num_rows, _ROWS):
                         yield first + start, batch.slice(start, _ROWS).select(list(columns))
                 first += batch.num_rows
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        readable = _readable(self._arrow, self.path, "Arrow stream", "save the data set again")
+        with readable, self._arrow.memory_map(str(self.path)) as mapped, self._arrow.ipc.open_stream(mapped) as stream:
+            yield stream
 
 
 _File = _Parquet | _Stream

@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from murmuration.data.index.folders import Rule, list_images
-from murmuration.data.pack.row import UNREADABLE, Fault, Files, PackError, Row, class_names, inner, named, require
+from murmuration.data.pack.row import (
+    UNREADABLE,
+    Fault,
+    Files,
+    PackError,
+    Row,
+    class_names,
+    inner,
+    named,
+    require,
+    text_of,
+)
 
 AIRCRAFT = (
     "fgvc-aircraft-2013b/data/ with images/1025794.jpg, variants.txt, images_variant_trainval.txt and "
@@ -80,9 +91,7 @@ class Places(Listed):
         )
         pictures = next((name for name in folders if (source / name).is_dir()), folders[0])
         require(source, "Places365", ["categories_places365.txt", listing, pictures], PLACES)
-        lines = [
-            line.split() for line in (source / "categories_places365.txt").read_text().splitlines() if line.strip()
-        ]
+        lines = [line.split() for line in text_of(source / "categories_places365.txt").splitlines() if line.strip()]
         if any(len(line) != 2 or line[1] != str(number) for number, line in enumerate(lines)):
             raise PackError(
                 f"{source / 'categories_places365.txt'}: lines are not '/a/airfield 0', '/a/airplane_cabin 1' …"

@@ -23,6 +23,7 @@ from murmuration.data.pack.row import (
     NO_LABEL,
     NO_UNIT,
     UNLIKE,
+    UNREADABLE,
     BadPicture,
     Fault,
     Layout,
@@ -76,6 +77,8 @@ class Plan:
             self.rows += 1
             if isinstance(each, Fault):
                 self._note(None, each)
+            elif not _is_text(each.label) or not _is_text(each.unit):
+                self._note(None, Fault(each.row, each.image, UNREADABLE, "its label or its unit is not UTF-8"))
             else:
                 self._add(each)
         self._judge()
@@ -244,6 +247,11 @@ def _both(one: str, other: str) -> str:
 
 def _written(fields: Mapping[str, int | str]) -> str:
     return json.dumps(dict(fields), sort_keys=True)
+
+
+def _is_text(found: str | None) -> bool:
+    """Whether this can be written as UTF-8; bytes of a table that are none arrive as surrogates."""
+    return found is None or not any("\ud800" <= letter <= "\udfff" for letter in found)
 
 
 def _clean(caption: str) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
+from murmuration.accounting.errors import RunError
 from murmuration.data.store.index_files import open_regular
 from murmuration.data.store.place import ShardError
 
@@ -28,7 +29,7 @@ UNDECODABLE = "undecodable image"
 _LARGEST = 1 << 30  # bytes of one file; no picture within the decoder's limit of pixels needs more
 
 
-class PackError(ValueError):
+class PackError(RunError, ValueError):
     """Nothing can be packed from this; the message names cause and fix."""
 
 
@@ -158,4 +159,11 @@ def inner(source: Path, *names: str) -> Path:
 
 def class_names(path: Path) -> tuple[str, ...]:
     """A published list of class names, one per line."""
-    return tuple(" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    return tuple(" ".join(line.split()) for line in text_of(path).splitlines() if line.strip())
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PackError(f"{path}: not UTF-8 ({error}); fetch it again") from None

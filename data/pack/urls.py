@@ -33,7 +33,10 @@ class Urls(Files):
             raise PackError(f"{listing}: none of the first {len(first)} pictures is in {self.root}; {_FETCH}")
 
     def _row(self, where: str, caption: str, url: str) -> Row | Fault:
-        file = urlsplit(url.strip()).path.rpartition("/")[2]
+        try:
+            file = urlsplit(url.strip()).path.rpartition("/")[2]
+        except ValueError as error:
+            return Fault(where, "", UNREADABLE, str(error))
         # Two URLs that end alike name one file, which is the picture of one of them: such rows disagree about the URL.
         return (
             Row(where, file, file, [caption], fields={"url": url.strip()})

@@ -92,7 +92,10 @@ class Stores:
             raise OSError(_reason(error)) from None
 
     def _store(self, url: str) -> tuple[Any, str]:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ShardError(f"{url}: not a URL ({error}); correct it") from None
         if parts.scheme not in SCHEMES:
             raise ShardError(f"{url}: {parts.scheme}:// is not supported; use one of {', '.join(SCHEMES)}")
         if parts.query or parts.fragment:

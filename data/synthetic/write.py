@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from murmuration.accounting.durable import atomic, sync
+from murmuration.accounting.errors import InputError
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.index_files import read_json
 from murmuration.data.synthetic.index import VERSION, Sample, jpeg, shape_sample, shard_path, write_shard
@@ -44,11 +45,13 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.records < 1 or self.per_shard < 1:
-            raise ValueError(f"{self.records} records, {self.per_shard} per shard: both must be at least 1")
+            raise InputError(f"{self.records} records, {self.per_shard} per shard: both must be at least 1")
         if not 8 <= self.size <= 1024:
-            raise ValueError(f"--size {self.size}: choose 8 to 1024 pixels")
+            raise InputError(f"--size {self.size}: choose 8 to 1024 pixels")
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise InputError(f"--device {self.device}: choose cpu or cuda")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError(f"--device {self.device}: PyTorch finds no GPU here; omit --device")
+            raise InputError(f"--device {self.device}: PyTorch finds no GPU here; omit --device")
 
     @property
     def shards(self) -> int:
@@ -75,7 +78,7 @@ def make(request: Request, target: Path, workers: int, progress: Callable[[int, 
     if target.exists():
         if _note(target) == request.facts():
             return ShardIndex.open(target)
-        raise ValueError(f"{target}: contains other data; remove it or use another --out")
+        raise InputError(f"{target}: contains other data; remove it or use another --out")
     partial_folder = target.with_name(f".{target.name}.partial")
     if _note(partial_folder) != request.facts():
         shutil.rmtree(partial_folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 import ftfy
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from murmuration.data.text.vocabulary import END, NO_UNKNOWN, PAD, START, Vocabulary
+from murmuration.data.text.vocabulary import END, NO_UNKNOWN, PAD, START, TokenizerError, Vocabulary
 
 DEFAULT_SIZE = 32_768
 FULL_SIZE = 49_409  # 3 control tokens, 512 bytes, 48,894 merges
@@ -41,7 +41,7 @@ def open_clip_vocabulary(size: int = DEFAULT_SIZE) -> Vocabulary:
     """CLIP's vocabulary cut to `size` ids, control tokens and bytes included."""
     smallest = len(_CONTROL) + _BYTES
     if not smallest <= size <= FULL_SIZE:
-        raise ValueError(f"CLIP's vocabulary can have {smallest} to {FULL_SIZE} tokens, not {size}")
+        raise TokenizerError(f"CLIP's vocabulary can have {smallest} to {FULL_SIZE} tokens, not {size}")
     symbols = list(_byte_symbols().values())
     tokens = [*_CONTROL, *symbols, *(symbol + _END_OF_WORD for symbol in symbols)]
     merges = _merges()[: size - len(tokens)]
@@ -90,14 +90,14 @@ def _merges() -> list[tuple[str, str]]:
     spec = find_spec("open_clip")
     mend = "install open_clip_torch, or name a local tokenizer.json"
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"CLIP's merges are not installed; {mend}")
+        raise TokenizerError(f"CLIP's merges are not installed; {mend}")
     path = Path(spec.submodule_search_locations[0]) / _FILE
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: CLIP's merges cannot be read ({error.strerror}); {mend}") from error
+        raise TokenizerError(f"{path}: CLIP's merges cannot be read ({error.strerror}); {mend}") from error
     if hashlib.sha256(raw).hexdigest() != _SHA256:
-        raise ValueError(f"{path}: not the merges that CLIP was published with; {mend}")
+        raise TokenizerError(f"{path}: not the merges that CLIP was published with; {mend}")
     # The first line is a comment; after CLIP's own merges come longer ones that it never used.
     lines = gzip.decompress(raw).decode().split("\n")[1 : 1 + FULL_SIZE - len(_CONTROL) - _BYTES]
     return [(left, right) for left, _, right in (line.partition(" ") for line in lines)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from murmuration.data.text.built_in import BUILT_IN
 from murmuration.data.text.clip_bpe import DEFAULT_SIZE, FULL_SIZE, open_clip_vocabulary
-from murmuration.data.text.vocabulary import PAD, Vocabulary, open_bert, open_json, word_tokenizer
+from murmuration.data.text.vocabulary import PAD, TokenizerError, Vocabulary, open_bert, open_json, word_tokenizer
 
 __all__ = ["PAD", "TextEncoder", "word_tokenizer"]
 
@@ -26,7 +26,7 @@ def open_vocabulary(source: str | os.PathLike[str]) -> Vocabulary:
         if size is None:
             return open_clip_vocabulary(DEFAULT_SIZE)
         if size != "full" and not size.isdecimal():
-            raise ValueError(f'"{name}" names no vocabulary; write "clip", "clip:16384" or "clip:full"')
+            raise TokenizerError(f'"{name}" names no vocabulary; write "clip", "clip:16384" or "clip:full"')
         return open_clip_vocabulary(FULL_SIZE if size == "full" else int(size))
     return open_bert(name) if name.endswith(".txt") else open_json(name)
 
@@ -36,7 +36,7 @@ class TextEncoder:
 
     def __init__(self, source: str | os.PathLike[str], length: int) -> None:
         if length < 3:
-            raise ValueError(f"text length {length} leaves no room for a word between <start> and <end>")
+            raise TokenizerError(f"text length {length} leaves no room for a word between <start> and <end>")
         known = open_vocabulary(source)
         self.pad, self.start, self.end, self.unk = known.pad, known.start, known.end, known.unk
         self.length, self.vocabulary, self.digest = length, known.size, known.digest

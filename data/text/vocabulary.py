@@ -16,11 +16,16 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from murmuration.accounting.durable import atomic
+from murmuration.accounting.errors import RunError
 
 PAD, START, END, UNK = "<pad>", "<start>", "<end>", "<unk>"
 SPECIAL = (PAD, START, END, UNK)
 BERT_SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 NO_UNKNOWN = -1  # the id of the unknown token where every text can be spelt; no real id equals it
+
+
+class TokenizerError(RunError, ValueError):
+    """No usable tokenizer; the message names the file or the built-in vocabulary, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def open_json(path: str | os.PathLike[str]) -> Vocabulary:
     try:
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"{path}: not a tokenizer.json ({error})") from error
+        raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
     return _with_control_tokens(tokenizer, raw, path)
 
 
@@ -62,7 +67,7 @@ def open_bert(path: str | os.PathLike[str]) -> Vocabulary:
     lines = raw.decode("utf-8", "replace").removesuffix("\n").split("\n")
     tokens = {line.rstrip("\r"): number for number, line in enumerate(lines)}
     if len(tokens) != len(lines):
-        raise ValueError(f"{path}: a token occurs twice; this is not BERT's vocab.txt with one token per line")
+        raise TokenizerError(f"{path}: a token occurs twice; this is not BERT's vocab.txt with one token per line")
     lower = not any(token != token.lower() for token in tokens if not (token.startswith("[") and token.endswith("]")))
     tokenizer = Tokenizer(models.WordPiece(tokens, unk_token=BERT_SPECIAL[3], max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)  # pyright: ignore[reportAttributeAccessIssue]
@@ -77,7 +82,7 @@ def _read(path: str | os.PathLike[str], what: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f'{path}: no tokenizer here ({error.strerror}); name a {what}, or "clip"') from error
+        raise TokenizerError(f'{path}: no tokenizer here ({error.strerror}); name a {what}, or "clip"') from error
 
 
 def _with_control_tokens(tokenizer: Tokenizer, raw: bytes, path: str | os.PathLike[str]) -> Vocabulary:
@@ -89,7 +94,7 @@ def _with_control_tokens(tokenizer: Tokenizer, raw: bytes, path: str | os.PathLi
         if len(ids) == len(names) and ids[0] == 0:
             decode = partial(tokenizer.decode, skip_special_tokens=False)
             return Vocabulary(tokenizer, ids[0], ids[1], ids[2], ids[3], hashlib.sha256(raw).hexdigest(), str, decode)
-    raise ValueError(
+    raise TokenizerError(
         f"{path}: must contain the tokens {' '.join(SPECIAL)} or {' '.join(BERT_SPECIAL)}, the first with id 0"
     )
 

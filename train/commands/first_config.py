@@ -22,6 +22,7 @@ from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder
+from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.model.settings import ModelSettings, Shape
 from murmuration.model.sizes import TABLES, Family, Stack
 from murmuration.train.commands.dry_run import meaning
@@ -173,7 +174,7 @@ def _data(wish: Wish, rule: Rule, index: RecordIndex, start: Evaluated | None) -
         tokenizer = wish.tokenizer or (start.tokenizer if start is not None else None) or "clip"
         try:
             words = TextEncoder(tokenizer, ModelSettings.model_fields["text_length"].default).vocabulary
-        except ValueError as error:
+        except TokenizerError as error:
             raise RecipeError(f"--tokenizer: {error}") from None
         named = tokenizer if is_built_in(tokenizer) else _path(tokenizer, wish.out)
         return section | {"tokenizer": named}, "; the tokenizer must not be learnt from them", words

@@ -31,6 +31,7 @@ from murmuration.evaluation.ranking import MOST
 from murmuration.model.build import build, take_encoder
 from murmuration.model.classifier import TransformerClassifier
 from murmuration.model.drop import DROP_KEY
+from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.train.clip.precision import autocast
 from murmuration.train.evaluate.answers import FOLDER
@@ -190,7 +191,7 @@ def _started(session: Session, sizes: ModelSettings) -> TransformerClassifier:
     try:
         model = build(sizes, "classify")
         take_encoder(session.model.model.state_dict(), model)
-    except (SettingsError, ValueError) as error:
+    except (SettingsError, WeightsError) as error:
         raise EvaluationError(f"{session.subject.path}: {error}") from None
     assert isinstance(model, TransformerClassifier)
     return model.to(session.computing.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from murmuration.accounting.certificate.weights import AVERAGED, read_lists
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.text.encoder import TextEncoder
+from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.model.build import Objective, build
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
@@ -144,7 +145,7 @@ def open_text(subject: Subject, model: Evaluated, named: str | None) -> TextEnco
         raise EvaluationError('a captioner writes by a tokenizer; pass --tokenizer (a file, or "clip")')
     try:
         text = TextEncoder(source, shape.text_length)
-    except ValueError as error:
+    except TokenizerError as error:
         raise EvaluationError(f"--tokenizer: {error}") from None
     if text.vocabulary > shape.vocabulary:
         raise EvaluationError(

@@ -11,6 +11,9 @@ from torch import Tensor
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.model.build import Model, build
 from murmuration.model.foreign_config import Preprocessing
+from murmuration.model.load_report import WeightsError
+from murmuration.model.named import NamedError
+from murmuration.model.settings import SettingsError
 from murmuration.model.warm_start import initialise_with
 from murmuration.train.export.errors import ExportError
 from murmuration.train.recipe.pixels import of_manifest
@@ -43,7 +46,7 @@ class Finished:
         try:
             model = build(note.settings, loaded.manifest["objective"])
             report = initialise_with(model, weights, {"what": "checkpoint"}, take_head=True)
-        except ValueError as error:
+        except (SettingsError, NamedError, WeightsError) as error:
             raise ExportError(f"{root}: {str(error).rstrip('.')}") from None
         if report.left_as_initialised:
             raise ExportError(f"{root}: the checkpoint lacks {report.left_as_initialised[0]}; restore it")

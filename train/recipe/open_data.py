@@ -20,6 +20,7 @@ from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.store.remote import read_on_the_way
 from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.text.encoder import TextEncoder
+from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.model.settings import Shape
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.phase import TEXTUAL
@@ -86,7 +87,7 @@ def open_records(
         return index
     try:
         return SplitIndex(index, data.public_fraction, data.public, units)
-    except ValueError as error:
+    except ShardError as error:
         raise RecipeError(f"{where}: {error}") from None
 
 
@@ -163,7 +164,7 @@ def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
         return None
     try:
         text = TextEncoder(tokenizer, shape.text_length)
-    except ValueError as error:
+    except TokenizerError as error:
         raise RecipeError(f"{where}.data.tokenizer: {error}") from None
     if text.vocabulary > shape.vocabulary:
         raise RecipeError(

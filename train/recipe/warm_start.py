@@ -140,7 +140,7 @@ def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
         return f"all {len(own)} tensors"
     try:
         taken = take_encoder(state, model)
-    except ValueError as error:
+    except WeightsError as error:
         raise WarmStartError(str(error)) from None
     return f"the encoder's {len(taken)} tensors of {len(own)}"
 
