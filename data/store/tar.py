@@ -194,6 +194,9 @@ def _check_member(header: _Header, extension: _Extension | None, what: str) -> N
         raise ShardError(f"{what}: the member at byte {header.at} has an empty name; rewrite the shard")
     if header.kind not in _REGULAR and header.kind not in _EMPTY:
         raise ShardError(f"{what}: the member at byte {header.at} is a link or of unknown type {header.kind!r}")
+    marked, prefix = header.block[257:262] == b"ustar", _text(header.block[345:500])
+    if prefix and not marked and (extension is None or extension.name is None):  # in tarfile it is part of the name
+        raise ShardError(f"{what}: the header at byte {header.at} has a path prefix but no mark; rewrite the shard")
 
 
 def _name(header: _Header, extension: _Extension | None) -> str:

@@ -120,6 +120,20 @@ def test_a_member_whose_name_readers_disagree_about_is_refused(tmp_path: Path, e
         build(tmp_path)
 
 
+@pytest.mark.parametrize("mark", [b"\0" * 8, b"\xff" * 8, b"ustar\x0000", b"ustar  \0"])
+def test_a_path_prefix_without_its_mark_is_refused(tmp_path: Path, mark: bytes) -> None:
+    """tarfile joins it to the name; by POSIX it is no prefix."""
+    block = bytearray(header(b"a.jpg", 0))
+    block[257:265], block[345:349], block[148:156] = mark, b"path", b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    (tmp_path / "a.tar").write_bytes(bytes(block) + member(b"b.jpg") + END)
+    if mark.startswith(b"ustar"):
+        assert build(tmp_path).records == 2
+    else:
+        with pytest.raises(ShardError, match="byte 0 has a path prefix but no mark"):
+            build(tmp_path)
+
+
 @pytest.mark.parametrize("size", [b"\x80" + b"\xff" * 11, b"\x80" + (1 << 63).to_bytes(11, "big"), b"77777777777"])
 def test_sizes_beyond_the_shard_are_a_cut(tmp_path: Path, size: bytes) -> None:
     (tmp_path / "a.tar").write_bytes(header(b"a.jpg", size) + END)
