@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,15 +24,16 @@ from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import BESIDE, FOLDER
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.units import UnitTable
+from murmuration.data.index.view import IndexView
 from murmuration.data.store.index_files import read_json, write_once
-from murmuration.data.store.place import Place, RecordIndex, Shard, ShardError, join
+from murmuration.data.store.place import RecordIndex, ShardError, join
 
 FROZEN = "public_split.json"
 _NAME = b"murmuration public fraction 1"
 _Records = TypeVar("_Records")
 
 
-class SplitIndex:
+class SplitIndex(IndexView):
     """An index of one part. Record i of the public part is at place i of a shuffled order of all records; the private
     part begins where the public one ends.
 
@@ -44,7 +44,8 @@ class SplitIndex:
     def __init__(self, whole: RecordIndex, fraction: float, public: bool, units: UnitTable | None = None) -> None:
         count = whole.records if units is None else units.count
         shared = public_share(count, fraction, "record" if units is None else "unit")
-        self.whole, self.fraction, self.public = whole, fraction, public
+        super().__init__(whole)
+        self.fraction, self.public = fraction, public
         self.cut = Cut(count, fraction, None if units is None else units.by)
         own = shared if public else count - shared
         self._first = 0 if public else shared
@@ -62,26 +63,11 @@ class SplitIndex:
         return SplitIndex(whole, self.fraction, self.public, self._whole_units)
 
     @property
-    def folder(self) -> Path:
-        return self.whole.folder
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.whole.shards
-
-    @property
     def manifest_digest(self) -> str:
         part = f"{self.whole.manifest_digest} {self.fraction!r} {'public' if self.public else 'private'}"
         if self.units is not None:
             part += f" {self.units.digest}"
         return hashlib.sha256(_NAME + part.encode()).hexdigest()
-
-    @property
-    def excluded_digest(self) -> str:
-        return self.whole.excluded_digest
-
-    def left_out(self, record: int) -> bool:
-        return self.whole.left_out(self.original(record))
 
     def original(self, record: int) -> int:
         """The record's number in the whole set."""
@@ -97,18 +83,6 @@ class SplitIndex:
     def _places(self, numbers: np.ndarray) -> np.ndarray:
         """The records, or the units, of the whole set that these of the part are."""
         return self._order.at((self._first + numbers).astype(np.uint64)).astype(np.int64)
-
-    def locate(self, record: int) -> tuple[Place, int, int]:
-        return self.whole.locate(self.original(record))
-
-    def owner(self, record: int) -> str:
-        return self.whole.owner(self.original(record))
-
-    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
-        return self.whole.members(self.original(record), raw)
-
-    def check_unchanged(self, *, contents: bool = False) -> None:
-        self.whole.check_unchanged(contents=contents)
 
 
 def whole_of(index: _Records) -> RecordIndex | _Records:

@@ -16,7 +16,8 @@ from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.data.decode.fields import RIGHT
 from murmuration.data.index.folders import IMAGES, FolderIndex
 from murmuration.data.index.public_split import whole_of
-from murmuration.data.store.place import Place, RecordIndex, Shard, ShardError
+from murmuration.data.index.view import IndexView
+from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import key_of, shown
 
 PUBLISHED = "ILSVRC2012_val_{:08d}"
@@ -69,19 +70,12 @@ def _without_extension(name: str) -> str:
     return stem if extension.lower() in IMAGES else name
 
 
-class RightlyLabelled:
+class RightlyLabelled(IndexView):
     """An index whose records bring along their right labels, as a member of their own."""
 
     def __init__(self, whole: RecordIndex, labels: RightLabels) -> None:
-        self.whole, self.labels = whole, labels
-
-    @property
-    def folder(self) -> Path:
-        return self.whole.folder
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.whole.shards
+        super().__init__(whole)
+        self.labels = labels
 
     @property
     def records(self) -> int:
@@ -91,25 +85,12 @@ class RightlyLabelled:
     def manifest_digest(self) -> str:
         return self.whole.manifest_digest
 
-    @property
-    def excluded_digest(self) -> str:
-        return self.whole.excluded_digest
-
-    def left_out(self, record: int) -> bool:
-        return self.whole.left_out(record)
-
-    def locate(self, record: int) -> tuple[Place, int, int]:
-        return self.whole.locate(record)
-
-    def owner(self, record: int) -> str:
-        return self.whole.owner(record)
+    def original(self, record: int) -> int:
+        return record
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
         labels = self.labels.of(self._name(record, raw))
-        return {**self.whole.members(record, raw), RIGHT: " ".join(map(str, labels)).encode()}
-
-    def check_unchanged(self, *, contents: bool = False) -> None:
-        self.whole.check_unchanged(contents=contents)
+        return {**super().members(record, raw), RIGHT: " ".join(map(str, labels)).encode()}
 
     def _name(self, record: int, raw: bytes) -> str:
         whole = whole_of(self.whole)

@@ -8,36 +8,29 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from murmuration.data.decode.decode import SUFFIXES, BadRecord, decode
-from murmuration.data.store.place import Place, RecordIndex, Shard
+from murmuration.data.index.view import IndexView
+from murmuration.data.store.place import RecordIndex
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom, in pixels of the upright picture."""
 _NAME = b"murmuration selection 1"
 
 
-class Selection:
+class Selection(IndexView):
     def __init__(self, whole: RecordIndex, ids: np.ndarray, boxes: Sequence[Box] | None = None) -> None:
         if boxes is not None and len(boxes) != len(ids):
             raise ValueError(f"{len(boxes)} boxes for {len(ids)} records; give one each")
-        self.whole, self.ids, self.boxes = whole, ids, boxes
+        super().__init__(whole)
+        self.ids, self.boxes = ids, boxes
 
     @property
     def records(self) -> int:
         return len(self.ids)
-
-    @property
-    def folder(self) -> Path:
-        return self.whole.folder
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.whole.shards
 
     @property
     def manifest_digest(self) -> str:
@@ -48,29 +41,16 @@ class Selection:
         told = _NAME + whole.encode() + np.ascontiguousarray(self.ids, "<i8").tobytes()
         return hashlib.sha256(told + repr(self.boxes).encode()).hexdigest()
 
-    @property
-    def excluded_digest(self) -> str:
-        return self.whole.excluded_digest
-
-    def left_out(self, record: int) -> bool:
-        return self.whole.left_out(int(self.ids[record]))
-
-    def locate(self, record: int) -> tuple[Place, int, int]:
-        return self.whole.locate(int(self.ids[record]))
-
-    def owner(self, record: int) -> str:
-        return self.whole.owner(int(self.ids[record]))
+    def original(self, record: int) -> int:
+        return int(self.ids[record])
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
-        found = self.whole.members(int(self.ids[record]), raw)
+        found = super().members(record, raw)
         if self.boxes is None:
             return found
         suffix = next((suffix for suffix in SUFFIXES if suffix in found), None)
         cropped = None if suffix is None else _cropped(found.pop(suffix), self.boxes[record])
         return found if cropped is None else found | {"png": cropped}
-
-    def check_unchanged(self, *, contents: bool = False) -> None:
-        self.whole.check_unchanged(contents=contents)
 
 
 def _cropped(picture: bytes, box: Box) -> bytes | None:
