@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from murmuration.train.evaluate import fine_tune
+from murmuration.train.evaluate.training_state import TrainingState
 from tests.end_to_end.test_e2e_evaluate_ranks import as_many_threads, by_several, by_two  # noqa: F401
 from tests.support.evaluation_world import class_folders, evaluate, result, saved
 from tests.support.launching import ROOT
@@ -56,13 +56,13 @@ def test_two_processes_fine_tune_what_one_does_and_continue_what_one_began(
 ) -> None:
     arguments = asked(world, "fine-tune", "--batch", 22, "--micro-batch", 8, "--base-rate", 0.03)
     assert evaluate(*arguments, "--out", tmp_path / "one") == 0
-    save = fine_tune.save_state
+    save = TrainingState.save
 
     def stopping(*given: Any) -> None:
         save(*given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fine_tune, "save_state", stopping)
+    monkeypatch.setattr(TrainingState, "save", stopping)
     assert evaluate(*arguments, "--out", tmp_path / "two") == 75
     assert torch.load(tmp_path / "two" / "fine_tune.pt", weights_only=True)["epoch"] == 1
     code, output = by_two("torchrun", [*arguments, "--out", tmp_path / "two"])

@@ -21,9 +21,8 @@ from murmuration.data.index.keyed_digest import every_ledger_digest
 from murmuration.evaluation.few_shot import draw_percent, draw_shots
 from murmuration.evaluation.fine_tuning import FineTuneSettings
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.evaluate import fine_tune
 from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches
-from murmuration.train.evaluate.fine_tune import FineTuning
+from murmuration.train.evaluate.fine_tune import FineTuning, MixedPictures
 from murmuration.train.evaluate.session import Chosen
 from murmuration.train.evaluate.sharing import Sharing
 from murmuration.train.recipe.pixels import NAMED, of_weights
@@ -87,14 +86,14 @@ import torch
 torch.set_num_threads(int(sys.argv.pop(1)))
 from murmuration.train.commands.evaluate import main
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.evaluate import fine_tune
-backward, done = fine_tune._backward, []
+from murmuration.train.evaluate.fine_tune import MixedPictures
+backward, done = MixedPictures.backward, []
 def counted(*given):
     if len(done) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     done.append(backward(*given))
     return done[-1]
-fine_tune._backward = counted
+MixedPictures.backward = counted
 main(sys.argv[1:])
 """
 
@@ -244,7 +243,7 @@ def test_draws_that_are_done_are_not_made_again_after_a_stop(
     world: Path, tmp_path: Path, learnt_from: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = asked(world, "--epochs", 3, "--warmup", 0, "--batch", 10, "--shots", 2, "--draws", 3)
-    backward, done = fine_tune._backward, []
+    backward, done = MixedPictures.backward, []
 
     def counted(*given: Any) -> float:
         done.append(backward(*given))
@@ -255,10 +254,10 @@ def test_draws_that_are_done_are_not_made_again_after_a_stop(
             raise KeyboardInterrupt
         return counted(*given)
 
-    monkeypatch.setattr(fine_tune, "_backward", stopping)
+    monkeypatch.setattr(MixedPictures, "backward", stopping)
     assert evaluate(*arguments, "--out", tmp_path / "stopped") == 75
     assert len(learnt_from) == 2
-    monkeypatch.setattr(fine_tune, "_backward", counted)
+    monkeypatch.setattr(MixedPictures, "backward", counted)
     assert evaluate(*arguments, "--out", tmp_path / "stopped") == 0
     assert len(done) == 9 and learnt_from[2] == learnt_from[1] and len(learnt_from) == 4
     assert evaluate(*arguments, "--out", tmp_path / "whole") == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,8 @@ from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import places_of_micro_batches
 from murmuration.train.evaluate.result import Result
 from murmuration.train.evaluate.session import Chosen, Session
-from murmuration.train.evaluate.shared_training import SharedTraining, own_part, resumed
-from murmuration.train.evaluate.training_state import STATE, restored, save_state
+from murmuration.train.evaluate.shared_training import TrainingTask, own_part, train_together
+from murmuration.train.evaluate.training_state import STATE, TrainingState
 from murmuration.train.evaluate.weights import digest_of_model
 
 SCORED = -1
@@ -108,33 +108,43 @@ def train(
     part: Chosen, pictures: WholePictures, settings: DenseSettings, identity: str,
 ) -> None:  # fmt: skip
     """`loss_of` some items is their mean loss."""
-    sharing, path = session.sharing, session.out / STATE
-    optimizer = torch.optim.AdamW(_groups(model, backbone, settings), lr=0.0)
-    done = resumed(sharing, lambda: restored(path, identity, model, optimizer))
-    training = SharedTraining(sharing, model, optimizer)
-    batch = settings.batch_of(len(part.ids))
-    steps = len(part.ids) // batch
-    progress = sharing.steps("training", settings.epochs * steps)
-    progress(done * steps)
-    model.train()
-    with torch.enable_grad():
-        for epoch in range(done, settings.epochs):
-            used = 0
-            batches = _batches(session, pictures, settings, part.ids, epoch)
-            for number in range(steps):
-                rate = settings.rate(epoch + number / steps, batch)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * group["scale"]
-                parts, count = training.next_of(batches, lambda parts: sum(map(len, parts.values())))
-                if count:
-                    seed = [settings.seed, epoch, number, 1]
-                    training.step(partial(_backward, session, loss_of, parts, count, seed), ran=bool(parts))
-                used += count
-                progress(epoch * steps + number + 1)
-            if not used:
-                raise EvaluationError("none of the training pictures can be read; name others")
-            sharing.on_main(partial(save_state, path, identity, epoch + 1, model, optimizer))
-    model.eval()
+    task = DensePictures(session, loss_of, part, pictures, settings)
+    state, count = TrainingState(session.out / STATE, identity), len(part.ids)
+    train_together(
+        task, session.sharing, model, _groups(model, backbone, settings), settings, count, settings.batch_of(count),
+        state,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DensePictures(TrainingTask[dict[int, list[Any]]]):
+    """This rank's micro-batches of a batch, by their numbers."""
+
+    session: Session
+    loss_of: Callable[[Sequence[Any]], Tensor]
+    part: Chosen
+    pictures: WholePictures
+    settings: DenseSettings
+    name = "training"
+
+    def nothing_read(self) -> str:
+        return "none of the training pictures can be read; name others"
+
+    def batches(self, epoch: int) -> Iterator[dict[int, list[Any]]]:
+        return _batches(self.session, self.pictures, self.settings, self.part.ids, epoch)
+
+    def records(self, part: dict[int, list[Any]]) -> int:
+        return sum(map(len, part.values()))
+
+    def backward(self, part: dict[int, list[Any]], count: int, epoch: int, step: int) -> float:
+        computing, total = self.session.computing, 0.0
+        for number, items in part.items():
+            seed_all([self.settings.seed, epoch, step, 1, number])  # torchvision samples its proposals
+            with autocast(computing.precision, computing.device):
+                loss = self.loss_of(items) * (len(items) / count)
+            loss.backward()
+            total += float(loss.detach())
+        return total
 
 
 def _groups(model: nn.Module, backbone: Backbone, settings: DenseSettings) -> list[dict[str, Any]]:
@@ -181,21 +191,6 @@ def _loaded(
         pictures, batch_sampler=rows, collate_fn=list, num_workers=session.computing.workers  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     yield from loader
-
-
-def _backward(
-    session: Session, loss_of: Callable[[Sequence[Any]], Tensor], parts: dict[int, list[Any]], count: int,
-    seed: list[int],
-) -> float:  # fmt: skip
-    """This rank's micro-batches of a batch of `count` pictures."""
-    total = 0.0
-    for number, part in parts.items():
-        seed_all([*seed, number])  # torchvision samples its proposals
-        with autocast(session.computing.precision, session.computing.device):
-            loss = loss_of(part) * (len(part) / count)
-        loss.backward()
-        total += float(loss.detach())
-    return total
 
 
 @torch.no_grad()

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -42,8 +41,8 @@ from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.public_records import digest_for_all
 from murmuration.train.evaluate.result import Outcome, Result
 from murmuration.train.evaluate.session import Chosen, Session, by_list, numbered
-from murmuration.train.evaluate.shared_training import SharedTraining, resumed
-from murmuration.train.evaluate.training_state import STATE, restored, save_state
+from murmuration.train.evaluate.shared_training import TrainingTask, train_together
+from murmuration.train.evaluate.training_state import STATE, TrainingState
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model
 from murmuration.train.recipe.pixels import as_json, metadata
 from murmuration.train.recipe.warm_start import WarmStart
@@ -74,9 +73,13 @@ class FineTuning:
             raise EvaluationError("mixing needs at least two training records; name more")
         seed_all([self.settings.seed])
         model = _started(self.session, self.sizes)
-        identity = _identity(self.session, train, self.classes, self.told)
-        _train(self.session, model, train, AugmentedPictures(train.index, self.spec, self.settings), self.settings,
-               state, identity)  # fmt: skip
+        groups = groups_of(model, model.shape.encoder.depth, self.settings)
+        pictures = AugmentedPictures(train.index, self.spec, self.settings)
+        task = MixedPictures(self.session, model, train, pictures, self.settings)
+        count, known = len(train.ids), TrainingState(state, _identity(self.session, train, self.classes, self.told))
+        train_together(
+            task, self.session.sharing, model, groups, self.settings, count, self.settings.batch_of(count), known
+        )
         return model
 
     def places(
@@ -206,57 +209,46 @@ def _identity(session: Session, train: Chosen, classes: ClassList, told: dict[st
     return hashlib.sha256(repr(words).encode()).hexdigest()
 
 
-def _train(
-    session: Session, model: TransformerClassifier, train: Chosen, pictures: AugmentedPictures,
-    settings: FineTuneSettings, path: Path, identity: str,
-) -> None:  # fmt: skip
-    sharing = session.sharing
-    optimizer = torch.optim.AdamW(groups_of(model, model.shape.encoder.depth, settings), lr=0.0)
-    done = resumed(sharing, lambda: restored(path, identity, model, optimizer))
-    training = SharedTraining(sharing, model, optimizer)
-    batch = settings.batch_of(len(train.ids))
-    steps = len(train.ids) // batch
-    progress = sharing.steps("fine-tune", settings.epochs * steps)
-    progress(done * steps)
-    model.train()
-    with torch.enable_grad():
-        for epoch in range(done, settings.epochs):
-            batches = mixed_batches(pictures, settings, train.ids, epoch, session.computing.workers, sharing)
-            seen = 0
-            for number in range(steps):
-                rate = settings.rate(epoch + number / steps, batch)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * group["scale"]
-                mixed, count = training.next_of(batches, lambda mixed: len(mixed[0]))
-                if count:
-                    training.step(partial(_backward, session, model, mixed, count), ran=len(mixed[0]) > 0)
-                seen += count
-                progress(epoch * steps + number + 1)
-            if not seen:
-                raise EvaluationError(
-                    f"none of the training records can be read with a label {pictures.spec.target!r}; name others"
-                )
-            sharing.on_main(partial(save_state, path, identity, epoch + 1, model, optimizer))
-    model.eval()
+@dataclass(frozen=True)
+class MixedPictures(TrainingTask[tuple[Tensor, Tensor, Tensor]]):
+    """Pictures that are augmented and mixed in pairs, with the shares of their classes and their drop keys."""
 
+    session: Session
+    model: TransformerClassifier
+    train: Chosen
+    pictures: AugmentedPictures
+    settings: FineTuneSettings
+    name = "fine-tune"
 
-def _backward(session: Session, model: TransformerClassifier, mixed: tuple[Tensor, ...], count: int) -> float:
-    """Of a batch of `count` pictures, those of this rank, of which `--micro-batch` are computed at a time."""
-    computing, total = session.computing, 0.0
-    if not len(mixed[0]):
+    def nothing_read(self) -> str:
+        return f"none of the training records can be read with a label {self.pictures.spec.target!r}; name others"
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        session = self.session
+        return mixed_batches(
+            self.pictures, self.settings, self.train.ids, epoch, session.computing.workers, session.sharing
+        )
+
+    def records(self, part: tuple[Tensor, Tensor, Tensor]) -> int:
+        return len(part[0])
+
+    def backward(self, part: tuple[Tensor, Tensor, Tensor], count: int, epoch: int, step: int) -> float:
+        """`--micro-batch` pictures are computed at a time."""
+        computing, total = self.session.computing, 0.0
+        if not len(part[0]):
+            return total
+        for micro_batch in zip(*(tensor.split(computing.micro_batch) for tensor in part), strict=True):
+            images, shares, keys = (tensor.to(computing.device) for tensor in micro_batch)
+
+            def losses(inputs: dict[str, Tensor], shares: Tensor = shares) -> Tensor:
+                logits = self.model.logits(inputs["images"]).float()
+                return -(shares * logits.log_softmax(dim=1)).sum()
+
+            with autocast(computing.precision, computing.device):
+                loss = self.model.row_keys.around(losses, {"images": images, DROP_KEY: keys}) / count
+            loss.backward()
+            total += float(loss.detach())
         return total
-    for part in zip(*(tensor.split(computing.micro_batch) for tensor in mixed), strict=True):
-        images, shares, keys = (tensor.to(computing.device) for tensor in part)
-
-        def losses(inputs: dict[str, Tensor], shares: Tensor = shares) -> Tensor:
-            logits = model.logits(inputs["images"]).float()
-            return -(shares * logits.log_softmax(dim=1)).sum()
-
-        with autocast(computing.precision, computing.device):
-            loss = model.row_keys.around(losses, {"images": images, DROP_KEY: keys}) / count
-        loss.backward()
-        total += float(loss.detach())
-    return total
 
 
 def _keep(

@@ -8,17 +8,21 @@ that cannot read or compute its part ends all of them with its sentence. Only th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from murmuration.evaluation.fine_tuning import TrainingSettings
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.sharing import Sharing
+from murmuration.train.evaluate.training_state import TrainingState
 
 T = TypeVar("T")
 
@@ -36,6 +40,57 @@ def resumed(sharing: Sharing, epochs_done: Callable[[], int]) -> int:
 
 def own_part(parts: list[T], sharing: Sharing) -> list[T]:
     return parts[sharing.ranks.rank :: sharing.ranks.world]
+
+
+class TrainingTask(ABC, Generic[T]):
+    """What one kind of training has of its own. A `T` is this rank's part of a batch, of some records or of none."""
+
+    name: str
+    """Shown with the progress."""
+
+    @abstractmethod
+    def nothing_read(self) -> str:
+        """The error of an epoch without a readable record."""
+
+    @abstractmethod
+    def batches(self, epoch: int) -> Iterator[T]: ...
+
+    @abstractmethod
+    def records(self, part: T) -> int: ...
+
+    @abstractmethod
+    def backward(self, part: T, count: int, epoch: int, step: int) -> float:
+        """Adds the gradients of this part of a batch of `count` records, and gives its part of the loss."""
+
+
+def train_together(
+    task: TrainingTask[T], sharing: Sharing, model: nn.Module, groups: list[dict[str, Any]],
+    settings: TrainingSettings, records: int, batch: int, state: TrainingState,
+) -> None:  # fmt: skip
+    """Trains `model` by AdamW on batches of `batch` of the `records`, from where an earlier start was stopped."""
+    optimizer = torch.optim.AdamW(groups, lr=0.0)
+    done = resumed(sharing, lambda: state.restore(model, optimizer))
+    training = SharedTraining(sharing, model, optimizer)
+    steps = records // batch
+    progress = sharing.steps(task.name, settings.epochs * steps)
+    progress(done * steps)
+    model.train()
+    with torch.enable_grad():
+        for epoch in range(done, settings.epochs):
+            batches, seen = task.batches(epoch), 0
+            for step in range(steps):
+                rate = settings.rate(epoch + step / steps, batch)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * group["scale"]
+                part, count = training.next_of(batches, task.records)
+                if count:
+                    training.step(partial(task.backward, part, count, epoch, step), ran=task.records(part) > 0)
+                seen += count
+                progress(epoch * steps + step + 1)
+            if not seen:
+                raise EvaluationError(task.nothing_read())
+            sharing.on_main(partial(state.save, epoch + 1, model, optimizer))
+    model.eval()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,21 +14,27 @@ from murmuration.train.evaluate.errors import EvaluationError
 STATE = "fine_tune.pt"
 
 
-def restored(path: Path, identity: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Epochs that are done."""
-    if not path.is_file():
-        return 0
-    stored = load_plain(path)
-    if stored["identity"] != identity:
-        raise EvaluationError(f"{path} was begun by a command with other settings; repeat that, or name another --out")
-    model.load_state_dict(stored["model"])
-    optimizer.load_state_dict(stored["optimizer"])
-    return int(stored["epoch"])
+@dataclass(frozen=True)
+class TrainingState:
+    """`identity` covers everything that decides what is trained; the state of another training is refused."""
 
+    path: Path
+    identity: str
 
-def save_state(path: Path, identity: str, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with atomic(path) as file:
-        torch.save(
-            {"identity": identity, "epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            file,
-        )
+    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """The number of epochs that are done."""
+        if not self.path.is_file():
+            return 0
+        stored = load_plain(self.path)
+        if stored["identity"] != self.identity:
+            raise EvaluationError(
+                f"{self.path} was begun by a command with other settings; repeat that, or name another --out"
+            )
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+        return int(stored["epoch"])
+
+    def save(self, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        with atomic(self.path) as file:
+            torch.save({"identity": self.identity, "epoch": epoch, **state}, file)
