@@ -15,7 +15,7 @@ from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.evaluation.interval import Estimate, bootstrap
 from murmuration.evaluation.pyramid import SCALES, Backbone
 
-Kind = Literal["bbox", "segm"]
+IouType = Literal["bbox", "segm"]
 DRAWS = 200
 """Bootstrap draws of the pictures, for the intervals."""
 LOOSE, STRICT = 0.5, 0.75
@@ -78,7 +78,7 @@ class Precision:
     by_category: dict[int, float]
 
 
-def average_precision(truth: Mapping[str, Any], found: Sequence[Mapping[str, Any]], kind: Kind) -> Precision:
+def average_precision(truth: Mapping[str, Any], found: Sequence[Mapping[str, Any]], kind: IouType) -> Precision:
     """`truth` has the form of COCO's instances, with the pictures that are scored alone.
 
     Intervals come from drawing as many pictures again with replacement, and counting what was matched in them.

@@ -26,7 +26,7 @@ def declare(commands: Any) -> None:
 
 def _split(arguments: argparse.Namespace) -> int:
     from murmuration.data.index.open import open_index, open_units
-    from murmuration.data.index.public_split import FROZEN, Cut, public_share
+    from murmuration.data.index.public_split import FROZEN, PublicSplit, public_share
     from murmuration.train.storage.sibling_runs import RunLog
 
     fraction = arguments.public_fraction
@@ -34,10 +34,10 @@ def _split(arguments: argparse.Namespace) -> int:
         raise InputError(f"--public-fraction {fraction:g}: choose a number between 0 and 1")
     index = open_index(arguments.index)
     count = index.records if arguments.unit is None else open_units(index, arguments.unit).count
-    wanted = Cut(count, fraction, arguments.unit)
+    wanted = PublicSplit(count, fraction, arguments.unit)
     public = public_share(count, fraction)
     wanted.freeze(index.folder)
-    if (found := Cut.frozen(index.folder)) != wanted:
+    if (found := PublicSplit.frozen(index.folder)) != wanted:
         assert found is not None
         raise InputError(
             f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} {found.things} already; "

@@ -91,19 +91,19 @@ def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Explains a run directory, an epsilon and delta, or the numbers of a training run."""
-    asked = _asked(arguments)
+    claim = _claim_of(arguments)
     curve = (
-        trade_off.of_point(asked.epsilon, asked.delta)
-        if asked.events is None
-        else trade_off.of_events(asked.events, asked.delta)
+        trade_off.of_point(claim.epsilon, claim.delta)
+        if claim.events is None
+        else trade_off.of_events(claim.events, claim.delta)
     )
     attacks = Attacks.of_curve(curve)
-    text = explain(round_up(asked.epsilon), asked.delta, asked.unit, attacks, asked.objection)
-    private = asked.objection is None
+    text = explain(round_up(claim.epsilon), claim.delta, claim.unit, attacks, claim.objection)
+    private = claim.objection is None
     values = {
         "private": private,
-        "epsilon": round_up(asked.epsilon) if private else None,
-        "delta": float(show_delta(asked.delta)) if private else None,
+        "epsilon": round_up(claim.epsilon) if private else None,
+        "delta": float(show_delta(claim.delta)) if private else None,
         "best_guess": attacks.best_guess if private else 1.0,
         "attack_power_at_1_percent": attacks.at_one_percent if private else 1.0,
         "attack_power_at_0.1_percent": attacks.at_one_in_a_thousand if private else 1.0,
@@ -111,18 +111,18 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     }
     if (records := arguments.records_per_person) is None or not private:
         return values, text
-    if asked.unit != RECORD:
+    if claim.unit != RECORD:
         raise PlanError(
-            f"--records-per-person counts records, but this run protects {asked.unit}, however many records that has; "
+            f"--records-per-person counts records, but this run protects {claim.unit}, however many records that has; "
             "its certificate has the rows for a person with several units"
         )
-    if asked.correlated:
+    if claim.correlated:
         raise PlanError("--records-per-person: with correlated noise nothing is proved for several records of a person")
-    if any(event.slots > 1 for event in asked.events or ()):
+    if any(event.slots > 1 for event in claim.events or ()):
         raise PlanError("--records-per-person: with random allocation nothing is proved for several records")
-    if asked.events is None:
-        raise PlanError(f"--records-per-person needs the steps that were made, but was given {asked.holds_for}")
-    events, delta = asked.events, asked.delta
+    if claim.events is None:
+        raise PlanError(f"--records-per-person needs the steps that were made, but was given {claim.holds_for}")
+    events, delta = claim.events, claim.delta
     values |= {
         "records_per_person": records,
         "epsilon_per_person": (group := row(lambda: group_epsilon(events, delta, records)))["epsilon"],
@@ -135,7 +135,7 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     return values, "\n\n".join([text, *lines])
 
 
-class Asked(NamedTuple):
+class ClaimToExplain(NamedTuple):
     """The promise to explain, with the steps behind it if they are known."""
 
     epsilon: float
@@ -147,7 +147,7 @@ class Asked(NamedTuple):
     unit: str = RECORD
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _claim_of(arguments: argparse.Namespace) -> ClaimToExplain:
     numbers = (arguments.n, arguments.batch, arguments.steps, arguments.sigma)
     if arguments.target is not None:
         return _of_run(arguments)
@@ -157,29 +157,29 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         spent, delta = arguments.epsilon, parse_delta(arguments.delta, arguments.n or 1)
         if not (0 <= spent < float("inf") and 0 < delta < 1):
             raise PlanError(f"epsilon must be at least 0 and delta in (0, 1), but they are {spent} and {delta}")
-        return Asked(spent, delta, None, None, "one (ε, δ); give --n, --batch, --steps and --sigma instead")
+        return ClaimToExplain(spent, delta, None, None, "one (ε, δ); give --n, --batch, --steps and --sigma instead")
     if all(value is not None for value in numbers):
         delta = delta_of(arguments)
         draws = Draws.asked(arguments, arguments.batch, arguments.steps)
         events = [draws.event(arguments.sigma, arguments.steps)]
         spent = epsilon(events, delta, arguments.accountant)
-        return Asked(spent, delta, None, events, "the steps", correlated=draws.bands > 1)
+        return ClaimToExplain(spent, delta, None, events, "the steps", correlated=draws.bands > 1)
     raise PlanError("explain needs a RUN_DIR, or --epsilon and --delta, or --n, --batch, --steps and --sigma")
 
 
-def _of_run(arguments: argparse.Namespace) -> Asked:
+def _of_run(arguments: argparse.Namespace) -> ClaimToExplain:
     verdict = verify(arguments.target, arguments.accountant)
     # Without a certificate the run may still continue: only its budget can be stated now.
     spent = verdict.budget if verdict.claimed is None else verdict.claimed
     if verdict.delta is None:
-        return Asked(spent, 1.0, printable(verdict.objection or ""), None, "no private step")
+        return ClaimToExplain(spent, 1.0, printable(verdict.objection or ""), None, "no private step")
     folder = arguments.target if arguments.target.is_dir() else arguments.target.parent
     history, _ = History.read(folder / "ledger.jsonl")
     events, holds_for = claimed_events(history, finished=verdict.claimed is not None)
     objection = printable(verdict.objection) if verdict.objection else None
     correlated = any(plan.bands > 1 for plan in history.plans.values())
     unit = unit_in_words(history.unit)
-    return Asked(spent, history.claimed_delta(), objection, events, holds_for, correlated, unit)
+    return ClaimToExplain(spent, history.claimed_delta(), objection, events, holds_for, correlated, unit)
 
 
 def _shown(found: dict[str, Any], delta: float) -> str:

@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-Kind = Literal["none", "center", "random_resized_crop", "inception_crop"]
-KINDS: tuple[Kind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
+AugmentKind = Literal["none", "center", "random_resized_crop", "inception_crop"]
+KINDS: tuple[AugmentKind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
 # The smallest and largest share of the area that a random crop keeps.
-AREAS: dict[Kind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
+AREAS: dict[AugmentKind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
 RATIO = (3 / 4, 4 / 3)
 # A picture of an extreme shape is not resized as a whole beyond this number of pixels, only the part that is shown.
 MOST_RESIZED = 1 << 24
@@ -35,7 +35,7 @@ class ResizeCrop(NamedTuple):
     crop: int = 224
 
 
-Augment = Kind | ResizeCrop
+Augment = AugmentKind | ResizeCrop
 
 
 def require_known(augment: Augment) -> None:

@@ -46,7 +46,7 @@ class SplitIndex(IndexView):
         shared = public_share(count, fraction, "record" if units is None else "unit")
         super().__init__(whole)
         self.fraction, self.public = fraction, public
-        self.cut = Cut(count, fraction, None if units is None else units.by)
+        self.cut = PublicSplit(count, fraction, None if units is None else units.by)
         own = shared if public else count - shared
         self._first = 0 if public else shared
         self._order = Shuffle(count, hashlib.sha256(_NAME + str(count).encode()).digest())
@@ -91,7 +91,7 @@ def whole_of(index: _Records) -> RecordIndex | _Records:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PublicSplit:
     """How a set is split: its number of records, and the public fraction of them; or, with `unit`, of units."""
 
     records: int
@@ -103,12 +103,12 @@ class Cut:
         return "records" if self.unit is None else f"units by {self.unit!r}"
 
     @staticmethod
-    def frozen(folder: Path) -> Cut | None:
+    def frozen(folder: Path) -> PublicSplit | None:
         """How the index in this folder was first split; None if it was not."""
         path = folder / FROZEN
         try:
             found = read_json(path)
-            cut = Cut(int(found["records"]), float(found["public_fraction"]), _text_or_none(found.get("unit")))
+            cut = PublicSplit(int(found["records"]), float(found["public_fraction"]), _text_or_none(found.get("unit")))
             if found["format"] != 1 or not 0 < cut.fraction < 1:
                 raise ValueError("its numbers are not a valid split")
         except (FileNotFoundError, NotADirectoryError):

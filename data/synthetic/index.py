@@ -20,7 +20,7 @@ from PIL import Image
 from webdataset.writer import TarWriter
 
 from murmuration.data.store.place import Place, Shard, ShardError
-from murmuration.data.synthetic.kinds import KINDS, Kind
+from murmuration.data.synthetic.kinds import KINDS, PictureKind
 from murmuration.data.synthetic.shapes import FAINT, GRAMMAR_WORDS, caption, draw_scene, render
 from murmuration.data.synthetic.textures import textures
 
@@ -94,12 +94,12 @@ class SyntheticIndex:
     shards: tuple[Shard, ...] = ()
     excluded_digest = ""
 
-    def __init__(self, kind: Kind, records: int, seed: int, side: int) -> None:
+    def __init__(self, kind: PictureKind, records: int, seed: int, side: int) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind '{kind}' is unknown; choose one of {', '.join(KINDS)}")
         if records < 1 or side < 8:
             raise ValueError(f"{records} pictures of {side} px: at least 1 of at least 8 px")
-        self.kind: Kind = kind
+        self.kind: PictureKind = kind
         self.records, self.seed, self.side = records, seed, side
 
     @property

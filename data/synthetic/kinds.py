@@ -5,6 +5,6 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Texture = Literal["dead_leaves", "spectrum", "fractals", "shaders", "mixed"]
-Kind = Literal[Texture, "shapes"]
+PictureKind = Literal[Texture, "shapes"]
 TEXTURES: tuple[Texture, ...] = get_args(Texture)
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[PictureKind, ...] = get_args(PictureKind)

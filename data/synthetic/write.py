@@ -23,7 +23,7 @@ from murmuration.accounting.errors import InputError
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.index_files import read_json
 from murmuration.data.synthetic.index import VERSION, Sample, jpeg, shape_sample, shard_path, write_shard
-from murmuration.data.synthetic.kinds import Kind
+from murmuration.data.synthetic.kinds import PictureKind
 from murmuration.data.synthetic.textures import textures
 
 RECEIPT = "prepared.json"
@@ -35,7 +35,7 @@ Part = TypeVar("Part")
 class Request:
     """The set to be made; these numbers decide every byte (on one kind of device)."""
 
-    kind: Kind
+    kind: PictureKind
     records: int
     size: int
     seed: int = 1

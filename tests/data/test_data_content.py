@@ -20,7 +20,7 @@ from PIL import Image
 from scipy import stats
 from torchvision.transforms import CenterCrop, InterpolationMode, RandomResizedCrop, Resize
 
-from murmuration.data.decode.augment import KINDS, Kind, ResizeCrop, Uniforms, choose_view, mask_noise
+from murmuration.data.decode.augment import KINDS, AugmentKind, ResizeCrop, Uniforms, choose_view, mask_noise
 from murmuration.data.decode.decode import BadRecord, decode
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.index.epochs import PublicEpochs
@@ -113,7 +113,7 @@ def test_memory_errors_are_no_bad_records(monkeypatch: pytest.MonkeyPatch) -> No
         decode(b"anything")
 
 
-def augment(pixels: np.ndarray, kind: Kind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
+def augment(pixels: np.ndarray, kind: AugmentKind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
     """The view of a picture that is decoded in full."""
     height, width = pixels.shape[:2]
     return choose_view(kind, width, height, size, key, step, record).render(pixels, size)
@@ -255,7 +255,9 @@ def test_a_palette_with_transparency() -> None:
 
 @pytest.mark.parametrize(("kind", "areas"), [("random_resized_crop", (0.2, 1.0)), ("inception_crop", (0.05, 1.0))])
 @pytest.mark.parametrize(("width", "height"), [(300, 200), (100, 400), (64, 64)])
-def test_crops_are_distributed_as_torchvisions(kind: Kind, areas: tuple[float, float], width: int, height: int) -> None:
+def test_crops_are_distributed_as_torchvisions(
+    kind: AugmentKind, areas: tuple[float, float], width: int, height: int
+) -> None:
     torch.manual_seed(3)
     picture = torch.zeros(3, height, width)
     theirs = [RandomResizedCrop.get_params(picture, list(areas), [3 / 4, 4 / 3]) for _ in range(4000)]
@@ -316,7 +318,7 @@ def _smooth(width: int, height: int) -> Image.Image:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["none", "random_resized_crop"])
-def test_large_jpegs_show_the_same_in_less_time(kind: Kind, orientation: int) -> None:
+def test_large_jpegs_show_the_same_in_less_time(kind: AugmentKind, orientation: int) -> None:
     """Decoded as small as the crop allows, against decoding in full; sideways ones too."""
     exif = Image.Exif()
     exif[0x0112] = orientation

@@ -17,7 +17,7 @@ from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.dead_leaves import _radii, dead_leaves
 from murmuration.data.synthetic.fractals import FILL, fractals
 from murmuration.data.synthetic.index import SyntheticIndex
-from murmuration.data.synthetic.kinds import KINDS, TEXTURES, Kind
+from murmuration.data.synthetic.kinds import KINDS, TEXTURES, PictureKind
 from murmuration.data.synthetic.random import Draws
 from murmuration.data.synthetic.spectrum import noise_field, spectrum
 from murmuration.data.synthetic.textures import textures
@@ -202,7 +202,7 @@ def test_a_system_that_fills_a_square_stands_in(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loader_reads_records_that_are_made(kind: Kind) -> None:
+def test_the_loader_reads_records_that_are_made(kind: PictureKind) -> None:
     index = SyntheticIndex(kind, 20, 3, 24)
     reader = BatchReader(index, DataSpec(24, mean=(0, 0, 0), std=(1, 1, 1)))
     batch = reader.read(np.array([0, 5, 19, -1]), 0)
@@ -217,7 +217,7 @@ def test_the_loader_reads_records_that_are_made(kind: Kind) -> None:
 
 
 def test_an_index_that_makes_its_records_is_pinned_by_its_rule() -> None:
-    rules: tuple[tuple[Kind, int, int, int], ...] = (
+    rules: tuple[tuple[PictureKind, int, int, int], ...] = (
         ("mixed", 9, 1, 32), ("mixed", 8, 1, 32), ("mixed", 9, 2, 32), ("mixed", 9, 1, 33), ("shapes", 9, 1, 32),
     )  # fmt: skip
     assert len({SyntheticIndex(*rule).manifest_digest for rule in rules}) == 5

@@ -15,7 +15,7 @@ from murmuration.data.draw.node_placement import place_units
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.contents import shards_of
 from murmuration.data.index.open import open_units
-from murmuration.data.index.public_split import Cut, SplitIndex, apart
+from murmuration.data.index.public_split import PublicSplit, SplitIndex, apart
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.index.units import UnitTable, group
 from murmuration.data.store.place import ShardError
@@ -73,11 +73,11 @@ def test_a_cut_between_units_is_no_cut_between_records(whole: tuple[ShardIndex, 
     assert not apart(by_units[0], by_records[1]) and not apart(by_records[0], by_units[1])
     assert len({part.manifest_digest for part in (*by_units, *by_records)}) == 4
     by_units[0].cut.freeze(tmp_path)
-    assert Cut.frozen(tmp_path) == by_units[1].cut == Cut(units.count, 0.3, BY) != by_records[0].cut
+    assert PublicSplit.frozen(tmp_path) == by_units[1].cut == PublicSplit(units.count, 0.3, BY) != by_records[0].cut
     (tmp_path / "older").mkdir()
     by_records[0].cut.freeze(tmp_path / "older")
     assert b"unit" not in (tmp_path / "older" / "public_split.json").read_bytes()
-    assert Cut.frozen(tmp_path / "older") == by_records[0].cut
+    assert PublicSplit.frozen(tmp_path / "older") == by_records[0].cut
 
 
 def test_the_shards_of_a_draw_are_those_of_all_records_of_its_units(whole: tuple[ShardIndex, UnitTable]) -> None:

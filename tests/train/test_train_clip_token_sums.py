@@ -51,7 +51,7 @@ def batch(records: int = 6, tokens: int = TOKENS) -> dict[str, Tensor]:
     return {"x": torch.randn(records, tokens, WIDTH, generator=torch.Generator().manual_seed(1))}
 
 
-class Asked:
+class CountedKernel:
     """The kernel, which counts how often it was asked for sums, and may get them wrong."""
 
     def __init__(self, times: float = 1.0) -> None:
@@ -64,7 +64,7 @@ class Asked:
 
 
 def clipped(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: dict[str, Tensor], asked: Asked | None,
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: dict[str, Tensor], asked: CountedKernel | None,
     clip: BookKeepingClip | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     """Totals and norms, as on a GPU if there is a kernel."""
@@ -85,7 +85,7 @@ def clipped(
 def test_sums_are_the_kernel_s_where_it_measures_the_weight_and_the_same_anywhere(
     monkeypatch: pytest.MonkeyPatch, kind: str, calls: int, sums: int
 ) -> None:
-    model, asked, taken = model_of(kind), Asked(), 0
+    model, asked, taken = model_of(kind), CountedKernel(), 0
     honest = per_record.over_tokens
 
     def watched(x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_sums_are_the_kernel_s_where_it_measures_the_weight_and_the_same_anywher
     for name, total in plain.items():
         assert float((fused[name] - total).norm()) <= 1e-5 * float(total.norm()), name
     assert torch.allclose(fused_norms, plain_norms, rtol=1e-5)
-    wrong, _ = clipped(monkeypatch, model, batch(), Asked(1.001))
+    wrong, _ = clipped(monkeypatch, model, batch(), CountedKernel(1.001))
     biases = [name for name in plain if name.endswith("bias")]
     far = max(float((wrong[name] - plain[name]).norm() / plain[name].norm()) for name in biases)
     assert (far > 1e-4) == bool(sums), "a kernel that is one in a thousand off is seen"
@@ -108,7 +108,7 @@ def test_sums_are_the_kernel_s_where_it_measures_the_weight_and_the_same_anywher
 
 @pytest.mark.parametrize("name", ["mae", "captioner", "attention", "many_tokens", "four_dimensions", "tied"])
 def test_so_are_those_of_whole_models(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model, inputs, asked = CASES[name].model(), dict(CASES[name].batch(4)), Asked()
+    model, inputs, asked = CASES[name].model(), dict(CASES[name].batch(4)), CountedKernel()
     plain, plain_norms = clipped(monkeypatch, model, inputs, None)
     fused, fused_norms = clipped(monkeypatch, model, inputs, asked)
     assert brute_force.relative_error(fused, {n: t.double() for n, t in plain.items()}) <= 1e-5
@@ -122,7 +122,7 @@ def test_scaled_weights_do_not_lend_their_operand_to_an_unscaled_bias(monkeypatc
     for but in ("weight", "bias"):
         table = random_table(model, but=[name for name, _ in model.named_parameters() if name.endswith(but)])
         found = []
-        for asked in (None, Asked()):
+        for asked in (None, CountedKernel()):
             clip = BookKeepingClip(ClipRule("flat", 0.5, 0.0), "bf16", hold=0.0, scaling=Scaling(table))
             found.append(clipped(monkeypatch, model, batch(), asked, clip)[0])
             assert asked is None or (asked.calls, asked.sums) == (2, 0)
@@ -136,7 +136,7 @@ def test_whatever_the_sums_are_no_record_adds_more_than_c(monkeypatch: pytest.Mo
     """What is measured is what is added, so no error of theirs is part of a record's doubt."""
     model, inputs, bound = model_of("linear"), batch(), 1e-3
     clip = BookKeepingClip(ClipRule("flat", bound, 0.0), "bf16", hold=0.0)
-    clipped(monkeypatch, model, inputs, Asked(times), clip)
+    clipped(monkeypatch, model, inputs, CountedKernel(times), clip)
     added = [contribution(clip, model, inputs, row) for row in range(6)]
     assert max(added) <= bound * (1 + 1e-5)
     assert min(added) >= 0.99 * bound or not times < 1e30, "all are clipped"
@@ -157,7 +157,7 @@ def test_other_numbers_than_were_measured_would_be_seen(monkeypatch: pytest.Monk
     honest = per_record.TokenSum.taken
     twofold = lambda self, sums=None: Twofold(self.name, honest(self, sums).value)  # noqa: E731
     monkeypatch.setattr(per_record.TokenSum, "taken", twofold)
-    clipped(monkeypatch, model, inputs, Asked(100.0), clip)
+    clipped(monkeypatch, model, inputs, CountedKernel(100.0), clip)
     assert max(contribution(clip, model, inputs, row) for row in range(6)) > 1.5 * bound
 
 

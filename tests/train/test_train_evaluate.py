@@ -20,7 +20,7 @@ from timm.models._hub import save_for_hf
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
 from murmuration.data.index.folders import FolderIndex, build_folder
-from murmuration.data.index.public_split import Cut
+from murmuration.data.index.public_split import PublicSplit
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.evaluation.caption_metrics import caption_metrics
 from murmuration.evaluation.logistic import normalised
@@ -480,8 +480,8 @@ def test_the_part_that_was_made_public_is_scored_alone(
     index = build_folder(class_folders(tmp_path / "records", 10, colours=("red", "blue")))
     common = ["reconstruct", *published(world, "vip.pth"), "--data", index.folder, "--out", tmp_path / "out"]
     assert evaluate(*common, "--public-part") == 2
-    assert "no part of" in capsys.readouterr().err and Cut.frozen(index.folder) is None
-    Cut(index.records, 0.3).freeze(index.folder)
+    assert "no part of" in capsys.readouterr().err and PublicSplit.frozen(index.folder) is None
+    PublicSplit(index.records, 0.3).freeze(index.folder)
     logged(index)
     assert evaluate(*common) == 2
     assert evaluate(*common, "--public-part") == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from murmuration.data.index.public_split import FROZEN, Cut, SplitIndex
+from murmuration.data.index.public_split import FROZEN, PublicSplit, SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.index import shape_samples, write_shards
@@ -66,7 +66,7 @@ def test_another_share_of_the_same_records_is_refused(world: Path, capsys: pytes
     """As two runs would have it: many records that the first protects would be trained on in the open by the second."""
     public, private = ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1))
     trained(world)
-    assert Cut.frozen(world / "set" / "index") == Cut(RECORDS, 0.1)
+    assert PublicSplit.frozen(world / "set" / "index") == PublicSplit(RECORDS, 0.1)
     whole = ShardIndex.open(world / "set")
     more = SplitIndex(whole, 0.5, True)
     protected = {private.index.locate(i) for i in range(private.index.records)}
@@ -161,7 +161,7 @@ def test_a_cut_after_runs_needs_a_word_and_is_then_frozen(world: Path, capsys: p
     assert prepare_command.main([*command, "0.1"]) == 0
     assert prepare_command.main([*command, "0.2"]) == 2
     assert prepare_command.main([*command, "1"]) == 2
-    assert Cut.frozen(world / "set" / "index") == Cut(RECORDS, 0.1)
+    assert PublicSplit.frozen(world / "set" / "index") == PublicSplit(RECORDS, 0.1)
 
 
 def test_a_refused_config_freezes_nothing_and_where_nothing_can_be_written_the_run_is_refused(
@@ -187,7 +187,7 @@ def test_a_refused_config_freezes_nothing_and_where_nothing_can_be_written_the_r
 def test_a_damaged_cut_is_refused_and_not_made_anew(world: Path, content: bytes) -> None:
     (world / "set" / "index" / FROZEN).write_bytes(content)
     with pytest.raises(ShardError, match="which records are public; restore it"):
-        Cut.frozen(world / "set" / "index")
+        PublicSplit.frozen(world / "set" / "index")
     with pytest.raises(RecipeError, match="which records are public; restore it"):
         ready(world, part(PRIVATE, 0.1))
     assert (world / "set" / "index" / FROZEN).read_bytes() == content

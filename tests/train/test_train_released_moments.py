@@ -28,14 +28,14 @@ from murmuration.accounting.plan import PrivacyPlan, ScaledSpace
 from murmuration.accounting.scale_table import Moments, scales_of
 from murmuration.train.config.privacy import Scaling as Settings
 from murmuration.train.config.section import RecipeError
-from murmuration.train.recipe.released_moments import NoiseShare, Protected, without_noise
+from murmuration.train.recipe.released_moments import NoiseShare, ProtectedRecords, without_noise
 from murmuration.train.recipe.scaling import open_scales
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
 from tests.support.checkpoint_world import HEADER, trained
 from tests.support.train_helpers import Toy, alone, plan_for
 
 TRAINED = {name: p.shape for name, p in Toy().named_parameters() if p.requires_grad}
-HERE = [Protected("private", frozenset({"people here"}))]
+HERE = [ProtectedRecords("private", frozenset({"people here"}))]
 STEPS = 4
 LOUD: dict[str, Any] = dict(noise_multiplier=0.3, epsilon_budget=1e3)
 
@@ -176,7 +176,7 @@ def test_a_run_that_the_log_beside_these_records_knows_is_refused_whatever_it_ca
     """The index was made anew since, with a shard more, and has another digest."""
     settings = source(tmp_path / "r", **LOUD)
     history, _ = History.read(tmp_path / "r" / "ledger.jsonl")
-    known = [Protected("private", frozenset({"people here"}), lambda run: run == history.run_id)]
+    known = [ProtectedRecords("private", frozenset({"people here"}), lambda run: run == history.run_id)]
     with pytest.raises(RecipeError, match="or on some of them"):
         open_scales(settings, "", TRAINED, known)
 

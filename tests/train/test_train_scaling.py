@@ -28,7 +28,7 @@ from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.recipe.ready_phase import make_plan
-from murmuration.train.recipe.released_moments import Protected
+from murmuration.train.recipe.released_moments import ProtectedRecords
 from murmuration.train.recipe.scaling import moments_of, open_scales
 from murmuration.train.self_test.self_test import SelfTestError
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
@@ -208,7 +208,9 @@ def on_public(journal: Journal) -> None:
 
 def test_scales_are_read_from_a_run_on_public_records(tmp_path: Path) -> None:
     settings = source(tmp_path, on_public)
-    found = open_scales(settings, "phases.1.privacy.scaling", TRAINED, [Protected("private", frozenset({"people"}))])
+    found = open_scales(
+        settings, "phases.1.privacy.scaling", TRAINED, [ProtectedRecords("private", frozenset({"people"}))]
+    )
     assert found.table.weights.keys() == TRAINED.keys() and found.origins == ()
     assert open_scales(settings, "", TRAINED, []) == found
     fewer = {name: shape for name, shape in TRAINED.items() if "first" in name} | {"head": torch.Size([3])}
@@ -226,7 +228,7 @@ def test_scales_are_read_from_a_run_on_public_records(tmp_path: Path) -> None:
 def test_moments_of_private_records_are_refused(tmp_path: Path, tell: Callable[[Journal], Any], said: str) -> None:
     settings = source(tmp_path, tell)
     with pytest.raises(RecipeError, match=said):
-        open_scales(settings, "phases.1.privacy.scaling", TRAINED, [Protected("private", frozenset({"people"}))])
+        open_scales(settings, "phases.1.privacy.scaling", TRAINED, [ProtectedRecords("private", frozenset({"people"}))])
 
 
 def test_a_run_without_fitting_moments_is_refused(tmp_path: Path) -> None:

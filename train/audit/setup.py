@@ -14,7 +14,7 @@ from murmuration.train.config.privacy import Privacy
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, clip_rule, make_plan, prepare
 
-Kind = Literal["gradient", "input"]
+CanaryKind = Literal["gradient", "input"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class AuditOptions:
     with random allocation, epochs, and `rate` is 1 over their steps."""
 
     canaries: int = 2000
-    kind: Kind = "gradient"
+    kind: CanaryKind = "gradient"
     noise_scale: float = 1.0
     epsilon: float = 2.0
     delta: float = 1e-5

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from murmuration.data.decode.augment import Augment
     from murmuration.model.settings import NamedPixels, PixelSettings
     from murmuration.train.evaluate.public_records import RecordsPlace
-    from murmuration.train.evaluate.subject import Asked
+    from murmuration.train.evaluate.subject import EvaluationRequest
 
 RESULT = "result.json"
 TRAINED = ("fine-tune", "detect", "segment")
@@ -338,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _measured(asked: Asked) -> int:
+def _measured(asked: EvaluationRequest) -> int:
     # Heavy imports only now: bad input is refused within a second.
     from murmuration.train.evaluate.protocols import run
 
@@ -348,10 +348,10 @@ def _measured(asked: Asked) -> int:
     return DONE
 
 
-def _checked(arguments: argparse.Namespace) -> Asked:
+def _checked(arguments: argparse.Namespace) -> EvaluationRequest:
     """Everything that can be refused without torch."""
     from murmuration.train.evaluate.errors import EvaluationError
-    from murmuration.train.evaluate.subject import Asked, Subject
+    from murmuration.train.evaluate.subject import EvaluationRequest, Subject
 
     places = _places(arguments)
     _check_options(arguments)
@@ -363,7 +363,7 @@ def _checked(arguments: argparse.Namespace) -> Asked:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.protocol == "attack":
         arguments.out.chmod(0o700)
-    return Asked(arguments, subject, places, view, pixels)
+    return EvaluationRequest(arguments, subject, places, view, pixels)
 
 
 def _pixels_of(text: str | None) -> NamedPixels | PixelSettings | None:

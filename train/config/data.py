@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from murmuration.accounting.unit import fault_of_name
-from murmuration.data.synthetic.kinds import Kind
+from murmuration.data.synthetic.kinds import PictureKind
 from murmuration.train.config.section import Section, word_given
 
 _TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a local tokenizer.json or vocab.txt that saw no private caption."
@@ -140,7 +140,7 @@ class SyntheticData(Section):
     """Pictures generated during training. They belong to nobody, so they are for phases that are not private."""
 
     source: Literal["synthetic"] = Field(description="Names this kind of data.")
-    kind: Kind = Field(default="mixed", description="What the pictures show; only `shapes` have captions.")
+    kind: PictureKind = Field(default="mixed", description="What the pictures show; only `shapes` have captions.")
     records: int = Field(default=100_000, gt=0, description="Number of pictures; an epoch shows each of them once.")
     seed: int = Field(default=1, ge=0, description="Seed from which the pictures are generated.")
     size: int | None = Field(

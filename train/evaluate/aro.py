@@ -35,7 +35,7 @@ NAMES: dict[Set, str] = {"relation": "VG-Relation", "attribution": "VG-Attributi
 
 
 @dataclass(frozen=True)
-class Asked:
+class AroCases:
     """Cases, what names them, and the bytes that they are or can be read from."""
 
     kind: Set
@@ -61,14 +61,14 @@ def run_aro(session: Session, chosen: Chosen, settings: AroSettings, text: TextE
     model = session.model.model
     if not isinstance(model, Captioner):
         raise EvaluationError("ARO compares likelihoods of captions, and this model has none; name a captioner")
-    asked = _asked(settings)
-    cases = asked.cases
-    picked = _picked(chosen, cases, asked.option)
+    given = _cases_of(settings)
+    cases = given.cases
+    picked = _picked(chosen, cases, given.option)
     told = {
-        "set": NAMES[asked.kind], "cases": len(cases), "tokenizer": text.digest,
-        "cases_sha256": hashlib.sha256(asked.content).hexdigest(),
+        "set": NAMES[given.kind], "cases": len(cases), "tokenizer": text.digest,
+        "cases_sha256": hashlib.sha256(given.content).hexdigest(),
         "score": "mean cross-entropy of the caption's tokens",
-        "chance": sum(chance(case.options, case.true) for case in cases) / len(cases), **asked.made,
+        "chance": sum(chance(case.options, case.true) for case in cases) / len(cases), **given.made,
     }  # fmt: skip
     result = session.result("aro", told, {"test": picked})
 
@@ -81,33 +81,33 @@ def run_aro(session: Session, chosen: Chosen, settings: AroSettings, text: TextE
         return [scores[begin:end] for begin, end in pairwise(places)]
 
     answers = session.answers(result, picked, session.spec(), act)
-    if asked.made:
+    if given.made:
         with atomic(session.out / MADE) as file:
-            file.write(asked.content)
+            file.write(given.content)
     answered = [cases[number] for number, _ in answers]
     best = chosen_options([scores for _, scores in answers])
     right = [choice == case.true for choice, case in zip(best, answered, strict=True)]
     result.add("accuracy", micro(right))
     result.notes.append(f"A model that knows nothing would be right in {told['chance']:.4f} of the cases.")
-    if asked.made and settings.tags is None:
+    if given.made and settings.tags is None:
         result.notes.append(
             "Words are shuffled within trigrams and by trigrams alone, because no tags were given: 3 options, where "
             "the published sets have 5."
         )
-    return Outcome(result) if asked.kind == "order" else _by_group(result, asked.kind, answered, right)
+    return Outcome(result) if given.kind == "order" else _by_group(result, given.kind, answered, right)
 
 
-def _asked(settings: AroSettings) -> Asked:
+def _cases_of(settings: AroSettings) -> AroCases:
     path, captions = settings.cases, settings.captions
     if path is not None:
         kind, cases = read_cases(path)
-        return Asked(kind, cases, f"--cases {path}", path.read_bytes(), {})
+        return AroCases(kind, cases, f"--cases {path}", path.read_bytes(), {})
     assert captions is not None
     cases = made_cases(captions, settings.split, settings.tags, settings.seed)
     content = json.dumps([case.told() for case in cases], indent=1).encode() + b"\n"
     shuffled = SHUFFLED if settings.tags else UNTAGGED
     made = {"shuffled": list(shuffled), "seed": settings.seed, "split": settings.split}
-    return Asked("order", cases, f"--captions {captions}", content, made)
+    return AroCases("order", cases, f"--captions {captions}", content, made)
 
 
 def _by_group(result: Result, kind: Set, answered: list[Case], right: list[bool]) -> Outcome:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from murmuration.accounting.durable import atomic
 from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.store.place import RecordIndex
-from murmuration.evaluation.detection import Kind, average_precision, found_by, mask_rcnn
+from murmuration.evaluation.detection import IouType, average_precision, found_by, mask_rcnn
 from murmuration.evaluation.fine_tuning import DenseSettings
 from murmuration.evaluation.pyramid import Backbone
 from murmuration.train.evaluate import dense
@@ -30,7 +30,7 @@ from murmuration.train.storage.checkpoint_read import hash_of
 DETECTIONS = "detections.json"
 SMALLEST = 1.0
 """Pixels of a side; thinner boxes are not learnt, since torchvision refuses empty ones."""
-KINDS: dict[str, Kind] = {"box": "bbox", "mask": "segm"}
+KINDS: dict[str, IouType] = {"box": "bbox", "mask": "segm"}
 
 
 @dataclass(frozen=True)

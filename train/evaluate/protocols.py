@@ -34,7 +34,7 @@ from murmuration.train.evaluate.segment import run_segment
 from murmuration.train.evaluate.segment import settings_of as segment_settings
 from murmuration.train.evaluate.session import Chosen, Session
 from murmuration.train.evaluate.sharing import ENDING, PartDone, Sharing, started
-from murmuration.train.evaluate.subject import Asked, Subject
+from murmuration.train.evaluate.subject import EvaluationRequest, Subject
 from murmuration.train.evaluate.training_state import STATE
 from murmuration.train.evaluate.weights import Sizes, open_model, open_text
 from murmuration.train.evaluate.zero_shot import TRIE_RECORDS, ZeroShotSettings, run_zero_shot, usual_template
@@ -48,7 +48,7 @@ LEARNING = ("probe", "few-shot", "fine-tune", "detect", "segment")
 """Protocols that learn from records and score others."""
 
 
-def run(asked: Asked) -> str | None:
+def run(asked: EvaluationRequest) -> str | None:
     """Evaluates, writes the result and gives its lines for the console; nothing on any but one of several processes."""
     sharing, device = started()
     try:
@@ -59,7 +59,7 @@ def run(asked: Asked) -> str | None:
         sharing.fail(error)
 
 
-def _run(asked: Asked, sharing: Sharing, device: torch.device) -> str:
+def _run(asked: EvaluationRequest, sharing: Sharing, device: torch.device) -> str:
     arguments = asked.arguments
     workers = sharing.workers() if arguments.workers is None else arguments.workers
     classes = ClassList.read(arguments.classes) if getattr(arguments, "classes", None) else None
@@ -80,7 +80,7 @@ def _run(asked: Asked, sharing: Sharing, device: torch.device) -> str:
     return "\n".join([*lines, statement(result), str(arguments.out / RESULT), str(arguments.out / PAGE)])
 
 
-def _opened(asked: Asked, scratch: Path, classes: ClassList | None, first: bool) -> dict[str, RecordIndex]:
+def _opened(asked: EvaluationRequest, scratch: Path, classes: ClassList | None, first: bool) -> dict[str, RecordIndex]:
     """`first`: no other process did it, which would have indexed what needs it and logged an attack."""
     arguments, places = asked.arguments, dict(asked.places)
     opened: dict[str, RecordIndex] = {}
@@ -94,7 +94,9 @@ def _opened(asked: Asked, scratch: Path, classes: ClassList | None, first: bool)
     return opened | public
 
 
-def _measured(session: Session, asked: Asked, opened: dict[str, RecordIndex], classes: ClassList | None) -> Outcome:
+def _measured(
+    session: Session, asked: EvaluationRequest, opened: dict[str, RecordIndex], classes: ClassList | None
+) -> Outcome:
     arguments = asked.arguments
     if arguments.protocol in LEARNING:
         return _learnt(session, arguments, opened, classes)
@@ -159,7 +161,7 @@ def _writes(session: Session) -> bool:
     return isinstance(session.model.model, Captioner)
 
 
-def _attack_settings(session: Session, asked: Asked) -> AttackSettings:
+def _attack_settings(session: Session, asked: EvaluationRequest) -> AttackSettings:
     arguments = asked.arguments
     sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
     shadows = []
@@ -174,7 +176,7 @@ def _attack_settings(session: Session, asked: Asked) -> AttackSettings:
     return AttackSettings(arguments.label, arguments.stand_in, tuple(shadows))
 
 
-def _refuse_own_records(asked: Asked, opened: list[RecordIndex]) -> None:
+def _refuse_own_records(asked: EvaluationRequest, opened: list[RecordIndex]) -> None:
     subject = asked.subject
     protected = WarmStart.at(subject.weights if subject.kind != "run" else subject.path).protected
     for index in opened:

@@ -16,7 +16,7 @@ from murmuration.data.index.folders import IMAGES, FolderIndex, build_folder
 from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
 from murmuration.data.index.open import open_index, open_units
-from murmuration.data.index.public_split import Cut, SplitIndex
+from murmuration.data.index.public_split import PublicSplit, SplitIndex
 from murmuration.data.index.selection import Selection
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.train.evaluate.errors import EvaluationError
@@ -133,7 +133,7 @@ def _scratch(place: RecordsPlace, scratch: Path, make: bool) -> FolderIndex:
 
 
 def _public_part(index: RecordIndex) -> SplitIndex:
-    cut = Cut.frozen(index.folder)
+    cut = PublicSplit.frozen(index.folder)
     if cut is None:
         raise EvaluationError(
             f"no part of {index.folder} was made public; omit --public-part, or declare one first: prepare.py split"

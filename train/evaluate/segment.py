@@ -51,7 +51,7 @@ def settings_of(arguments: Namespace) -> SegmentSettings:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PictureScaling:
     """How pictures are scaled and normalised."""
 
     side: int
@@ -72,21 +72,21 @@ class Cut:
 
 class MarkedPictures(dense.WholePictures):
     def __init__(
-        self, index: RecordIndex, seed: int, marks: dict[int, Path], cut: Cut, classes: int
+        self, index: RecordIndex, seed: int, marks: dict[int, Path], scaling: PictureScaling, classes: int
     ) -> None:  # fmt: skip
         super().__init__(index, seed)
-        self.marks, self.cut, self.classes = marks, cut, classes
+        self.marks, self.scaling, self.classes = marks, scaling, classes
 
     def made(self, pixels: np.ndarray, record: int, draws: np.random.Generator | None) -> Any:
         marked = read_marks(self.marks[record], self.classes)
         if marked.shape != pixels.shape[:2]:
             raise BadRecord(f"its classes have {marked.shape[1]} × {marked.shape[0]} pixels, and it has others")
         if draws is None:
-            return self.cut.scaled(pixels), marked
+            return self.scaling.scaled(pixels), marked
         factor = float(draws.uniform(*SCALES))
-        image = self.cut.scaled(pixels, factor)
+        image = self.scaling.scaled(pixels, factor)
         small = F.interpolate(torch.from_numpy(marked)[None, None].float(), image.shape[1:], mode="nearest")
-        return _cropped(image, small[0, 0].long(), self.cut.side, draws)
+        return _cropped(image, small[0, 0].long(), self.scaling.side, draws)
 
 
 def read_marks(path: Path, classes: int) -> np.ndarray:
@@ -123,9 +123,9 @@ def run_segment(session: Session, train: Chosen, test: Chosen, settings: Segment
     result = session.result("segment", told, {"train": train, "test": test})
     dense.seen_whole(result)
     model = Segmenter(backbone, len(names)).to(session.computing.device)
-    seed, cut = settings.training.seed, Cut(side, pixels.mean, pixels.std)
+    seed, scaling = settings.training.seed, PictureScaling(side, pixels.mean, pixels.std)
     pictures, scored = (
-        MarkedPictures(part.index, seed, marks, cut, len(names)) for part, marks in ((train, learnt), (test, true))
+        MarkedPictures(part.index, seed, marks, scaling, len(names)) for part, marks in ((train, learnt), (test, true))
     )
     _train(session, model, backbone, train, pictures, settings.training, told)
     counts = _counted(session, result, model, test, scored, told)
@@ -162,7 +162,7 @@ def _counted(
     def act(item: tuple[Tensor, np.ndarray]) -> list[list[int]]:
         image, marked = item
         height, width = marked.shape
-        found = marked_by(model, image.to(device), pictures.cut.side, height, width, classes)
+        found = marked_by(model, image.to(device), pictures.scaling.side, height, width, classes)
         return overlaps_of(found, marked, classes).tolist()
 
     answers = dense.answers(session, result, model, part, pictures, act, dense.identity_of(session, part, told))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from murmuration.model.settings import NamedPixels, PixelSettings
     from murmuration.train.config.root import Config
 
-Kind = Literal["run", "export", "timm", "hugging-face", "file"]
+SubjectKind = Literal["run", "export", "timm", "hugging-face", "file"]
 WEIGHT_FILES = ("model.safetensors", "model.pt", "pytorch_model.bin")
 FORMS = "a run directory, an export, a file of weights, or a folder of timm or Hugging Face"
 
@@ -31,7 +31,7 @@ class Subject:
     """`weights` is the run directory, or the file with the weights; `note` what lies beside it."""
 
     path: Path
-    kind: Kind
+    kind: SubjectKind
     weights: Path
     note: dict[str, Any]
     config: Config | None = None
@@ -66,7 +66,7 @@ def undescribed(path: Path) -> EvaluationError:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """A command whose arguments and files are in order."""
 
     arguments: Namespace

@@ -92,7 +92,7 @@ def share_records(public: RecordIndex | Path, extent: Extent, private: RecordInd
 
 
 @dataclass(frozen=True)
-class Protected:
+class LoggedPrivateRun:
     """A private run that is logged where public records lie."""
 
     run: str
@@ -101,7 +101,7 @@ class Protected:
 
 def protected_around(
     public: RecordIndex | Path, extent: Extent, known_apart: Iterable[RecordIndex] = ()
-) -> Protected | None:
+) -> LoggedPrivateRun | None:
     """The first private run whose log lies in, below or above the folders of these records, unless its index shows
     that it is about others. `known_apart`: indexes that are known to be about others, wherever they lie.
 
@@ -117,11 +117,11 @@ def protected_around(
             notes.append(log)
         elif runs := _private_runs(log):
             if _may_share(public, extent, log.parent):
-                return Protected(min(runs)[2], log)
+                return LoggedPrivateRun(min(runs)[2], log)
             apart |= runs
     for note in notes:
         if unexplained := _private_runs(note) - apart:
-            return Protected(min(unexplained)[2], note)
+            return LoggedPrivateRun(min(unexplained)[2], note)
     return None
 
 

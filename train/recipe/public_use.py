@@ -14,7 +14,7 @@ from pathlib import Path
 
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.format import FOLDER
-from murmuration.data.index.public_split import FROZEN, Cut, SplitIndex, apart, index_folders
+from murmuration.data.index.public_split import FROZEN, PublicSplit, SplitIndex, apart, index_folders
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.private_around import Extent, protected_around, share_records
@@ -110,9 +110,9 @@ def _check(use: Use) -> None:
         )
 
 
-def _frozen(where: str, index: RecordIndex) -> Cut | None:
+def _frozen(where: str, index: RecordIndex) -> PublicSplit | None:
     try:
-        found = (Cut.frozen(folder) for folder in index_folders(index))
+        found = (PublicSplit.frozen(folder) for folder in index_folders(index))
         return next((cut for cut in found if cut is not None), None)
     except ShardError as error:
         raise RecipeError(f"{where}: {error}") from None

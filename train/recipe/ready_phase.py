@@ -72,7 +72,7 @@ from murmuration.train.recipe.open_data import (
 )
 from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
 from murmuration.train.recipe.record_names import Part, require_names
-from murmuration.train.recipe.released_moments import Protected
+from murmuration.train.recipe.released_moments import ProtectedRecords
 from murmuration.train.recipe.scaling import open_scales
 from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.sibling_runs import RunLog
@@ -374,7 +374,7 @@ def _scaled(phase: ReadyPhase, phases: list[ReadyPhase], registry: str | None) -
     model = build(phase.shape, phase.settings.objective, device="meta")
     select(model, phase.settings.trainable)
     protected = [
-        Protected(each.name, _all_digests(each.index), RunLog.of(each.index, registry).knows)
+        ProtectedRecords(each.name, _all_digests(each.index), RunLog.of(each.index, registry).knows)
         for each in phases
         if each.private
     ]

@@ -23,7 +23,7 @@ from murmuration.data.index.census import CAPTION
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.kept_census import LONGEST_NAME, Names, names_of
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import Cut, whole_of
+from murmuration.data.index.public_split import PublicSplit, whole_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import shown
@@ -42,7 +42,7 @@ _LISTED = 6
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequiredName:
     """A name that records must have, and the config key that says so. Without a name: a picture."""
 
     key: str
@@ -57,7 +57,7 @@ class Part:
     key: str
     path: str
     public: bool
-    asked: list[Asked]
+    asked: list[RequiredName]
     captions: bool
     cut: bool = False
     """Only a fraction of the set is used here, and perhaps only that fraction is public."""
@@ -67,16 +67,16 @@ def parts_of(number: int, phase: Phase) -> Iterator[Part]:
     """The indexed sets of a phase, each with what its records must have."""
     where = f"phases.{number}"
     given = f"{where}.data.label" if phase.trains else f"{where}.evaluation.path"
-    label = [] if phase.label is None else [Asked(given, phase.label)]
+    label = [] if phase.label is None else [RequiredName(given, phase.label)]
     told = phase.objective in TEXTUAL
-    picture = [] if phase.objective == "text" else [Asked("", None)]
+    picture = [] if phase.objective == "text" else [RequiredName("", None)]
     if isinstance(phase.data, ShardData):
-        weight = [] if phase.weight is None else [Asked(f"{where}.data.weight", phase.weight)]
+        weight = [] if phase.weight is None else [RequiredName(f"{where}.data.weight", phase.weight)]
         names, data = [*picture, *label, *weight], phase.data
         yield Part("data", f"{where}.data.path", data.path, data.public, names, told, _cut(data))
     if (measured := phase.evaluation) is not None:
         scored = measured.zero_shot
-        axes = [Asked(f"{where}.evaluation.zero_shot.axes", name) for name in (scored and scored.axes) or {}]
+        axes = [RequiredName(f"{where}.evaluation.zero_shot.axes", name) for name in (scored and scored.axes) or {}]
         # Without captions a captioner's labels are still scored.
         needed = told and scored is None
         yield Part("evaluation", f"{where}.evaluation.path", measured.path, True, [*picture, *label, *axes], needed)
@@ -84,7 +84,7 @@ def parts_of(number: int, phase: Phase) -> Iterator[Part]:
         yield Part("monitor", f"{where}.monitor.path", monitor.path, True, [*picture, *label], told)
     if phase.mixing is not None and isinstance(mixed := phase.mixing.data, ShardData):
         key = f"{where}.mixing.data"
-        weight = [] if mixed.weight is None else [Asked(f"{key}.weight", mixed.weight)]
+        weight = [] if mixed.weight is None else [RequiredName(f"{key}.weight", mixed.weight)]
         yield Part("mixing", f"{key}.path", mixed.path, True, [*picture, *label, *weight], told, _cut(mixed))
 
 
@@ -117,7 +117,7 @@ def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex 
 def _open_to_all(part: Part, whole: ShardIndex, private: set[Path]) -> bool:
     """Whether counts may be shown: of all records of an index, and so only if none of them is private. Where a set is
     cut, the census is that of both parts."""
-    cut = part.cut or Cut.frozen(whole.folder) is not None
+    cut = part.cut or PublicSplit.frozen(whole.folder) is not None
     return part.public and not cut and whole.folder not in private and protecting_run(whole) is None
 
 

@@ -60,7 +60,7 @@ class NoiseShare:
 
 
 @dataclass(frozen=True)
-class Protected:
+class ProtectedRecords:
     """The records of one private phase of this run."""
 
     phase: str
@@ -70,7 +70,7 @@ class Protected:
     """Whether a run, by its id, has used records of their index, in any state of it."""
 
 
-def origins_of(root: Path, protected: Sequence[Protected]) -> tuple[Origin, ...]:
+def origins_of(root: Path, protected: Sequence[ProtectedRecords]) -> tuple[Origin, ...]:
     """The promise of the run whose moments are used."""
     history, entries = History.read(RunDir(root).ledger)
     if (objection := history.why_not_private()) is not None:

@@ -23,7 +23,7 @@ from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.scaling import Scaling, as_matrix
 from murmuration.train.config import privacy
 from murmuration.train.config.section import RecipeError
-from murmuration.train.recipe.released_moments import Protected, noise_in, origins_of, without_noise
+from murmuration.train.recipe.released_moments import ProtectedRecords, noise_in, origins_of, without_noise
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.checkpoint_read import CheckpointError, Loaded
 from murmuration.train.storage.run_dir import RunDir
@@ -42,7 +42,7 @@ class Scales:
 
 
 def open_scales(
-    settings: privacy.Scaling, where: str, trained: Mapping[str, torch.Size], protected: Sequence[Protected]
+    settings: privacy.Scaling, where: str, trained: Mapping[str, torch.Size], protected: Sequence[ProtectedRecords]
 ) -> Scales:
     """`trained`: shapes of the phase's trained weights; `protected`: the records of every private phase of this run."""
     root, released = Path(settings.path), settings.source == "released"
@@ -66,7 +66,7 @@ def open_scales(
     return Scales(table, origins, used)
 
 
-def _require_public(root: Path, protected: Sequence[Protected]) -> None:
+def _require_public(root: Path, protected: Sequence[ProtectedRecords]) -> None:
     history, _ = History.read(RunDir(root).ledger)
     if history.plans or history.origins:
         raise RecipeError(

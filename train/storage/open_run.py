@@ -35,7 +35,7 @@ from murmuration.train.storage.run_dir import RunDir
 LOCK_WAIT_SECONDS = 60
 PUBLIC_SEGMENT = "public"
 
-Measured = Callable[[KeptCheckpoint, str], dict[str, float]]
+CheckpointMeasure = Callable[[KeptCheckpoint, str], dict[str, float]]
 """What was measured on public records with a checkpoint's weights, given the name of its phase."""
 
 
@@ -201,7 +201,7 @@ class OpenRun:
     def _opened_in(self, segment: Segment) -> bool:
         return any((s.phase, s.segment) == (segment.phase, segment.number) for s in self.writer.history.opened)
 
-    def latest(self, measured: Measured = nothing_measured) -> Loaded | None:
+    def latest(self, measured: CheckpointMeasure = nothing_measured) -> Loaded | None:
         """The last durable checkpoint; refused if it does not belong to this ledger, or the ledger ends before it."""
         checkpoints, ranks = self.checkpoints, self.ranks
         ranks.on_main(lambda: self.recover(measured))
@@ -235,7 +235,7 @@ class OpenRun:
         ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
         return loaded
 
-    def recover(self, measured: Measured = nothing_measured) -> None:
+    def recover(self, measured: CheckpointMeasure = nothing_measured) -> None:
         """Restores pointer and folders to what the ledger says. It names every checkpoint before the pointer does."""
         history = self.writer.history
         for manifest in self.checkpoints.folder.glob("phase*-step*/manifest.json"):  # before any of them is retired

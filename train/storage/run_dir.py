@@ -161,13 +161,13 @@ def whole_lines(log: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     phase: str
     step: int
     values: dict[str, float]
 
 
-def measurements(log: Path) -> list[Measured]:
+def measurements(log: Path) -> list[Measurement]:
     """The lines of a public log in order. Values that are not numbers and lines without a phase and a step are left
     out: no run wrote them."""
     found = []
@@ -175,7 +175,7 @@ def measurements(log: Path) -> list[Measured]:
         phase, step = entry.pop("phase", None), entry.pop("step", None)
         if isinstance(phase, str) and _number(step) and step >= 0:
             values = {name: value for name, value in entry.items() if isinstance(value, float) or _number(value)}
-            found.append(Measured(phase, step, values))
+            found.append(Measurement(phase, step, values))
     return found
 
 
