@@ -1,6 +1,7 @@
 """The data plane against plain webdataset streaming, its parts, and range requests over a slow network.
 
-python benchmarks/data.py --quick --out benchmarks/results/data.json
+    python benchmarks/data.py --quick --out benchmarks/results/data.json
+    python benchmarks/data.py --large        how long one huge picture takes, in ordinary ones; in seconds
 
 Both read the same shards, make the same pictures with equally many worker processes, and take turns within one process;
 where other programs share the machine, only ratios of medians are meaningful.
@@ -176,6 +177,21 @@ def per_record(act: Callable[[int], Any], records: list[int], clock: Callable[[]
     return statistics.median(parts)
 
 
+def large_picture(index: ShardIndex, count: int) -> dict[str, float]:
+    """One grey picture of nine megapixels against ordinary ones: what it costs, though it has fewer bytes."""
+    out = io.BytesIO()
+    Image.new("L", (3000, 3000)).save(out, "PNG", optimize=True)
+    large, reader = out.getvalue(), ShardReader(index)
+    pictures = [reader.read(record)["jpg"] for record in range(count)]
+    records = list(range(count))
+    ordinary = per_record(lambda record: PICTURES.make(pictures[record], 0, record), records, time.thread_time)
+    alone = per_record(lambda record: PICTURES.make(large, 0, record), records[:20], time.thread_time)
+    return {
+        "bytes": len(large), "ordinary_bytes": statistics.median(map(len, pictures)),
+        "time_in_ordinary_pictures": alone / ordinary,
+    }  # fmt: skip
+
+
 def io_share(index: ShardIndex, count: int) -> dict[str, float]:
     """The cost of reading against that of making the picture; cold means that the page cache was dropped first."""
     rng = np.random.default_rng(1)
@@ -243,6 +259,7 @@ def ranges(folder: Path, latency: float, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
+    parser.add_argument("--large", action="store_true", help="one huge picture against ordinary ones, and nothing else")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
@@ -250,6 +267,9 @@ def main() -> None:
     quick = arguments.quick
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        if arguments.large:
+            print(json.dumps(large_picture(make_shards(folder, 1, 200), 200)))
+            return
         index = make_shards(folder, 4, 500 if quick else 5000)
         steps: dict[str, Callable[[], Any]] = {
             "loader": partial(compare, index, arguments.workers, 5 if quick else 9, 384 if quick else 2000),
