@@ -11,7 +11,11 @@ import pytest
 
 from tests.support.launching import ROOT, environment
 
-SEEDS = 3
+SEEDS = 4
+# How far apart the means over runs may lie. Two runs of one seed begin with the same weights; ten such pairs lay 0.015,
+# 0.041 and 0.015 apart (root mean square). By the t distribution of ten, equal trainers exceed one of these in fewer
+# than 2 of 10,000 tests. Of the loss, Welch's statistic of unpaired runs would find only what is four times as much.
+MOST_APART = {"public_loss": 0.055, "zero_shot_colour": 0.13, "zero_shot_shape": 0.05}
 
 
 @pytest.mark.slow
@@ -23,9 +27,9 @@ def test_opacus_and_this_trainer_end_alike_within_the_spread_of_seeds(tmp_path: 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
+    assert found["compared"].keys() == MOST_APART.keys()
     for name, both in found["compared"].items():
-        # Welch's statistic of two times three seeds: beyond 4.6 once in a hundred times if nothing differs.
-        assert abs(both["standard_errors_apart"]) < 4.6, f"{name}: {both}"
+        assert abs(both["apart"]) < MOST_APART[name], f"{name}: {both}"
     chance = found["setting"]["chance"]["colour"]
     colour = found["compared"]["zero_shot_colour"]
     # Both learned something that more noise or another clipping norm would have cost.
