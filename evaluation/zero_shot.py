@@ -109,7 +109,6 @@ def zero_shot(
     text: Text,
     *,
     prompt: str = PROMPT,
-    rows: int = 256,
 ) -> dict[str, Tensor]:
     """Axis -> predicted label numbers [B], in the axes' order (for example colour, then shape).
 
@@ -118,7 +117,7 @@ def zero_shot(
     prompts = [prompt] * len(images)
     predicted: dict[str, Tensor] = {}
     for axis, labels in labels_per_axis.items():
-        best = score_labels(model, images, prompts, labels, text, rows=rows).argmin(dim=1)
+        best = score_labels(model, images, prompts, labels, text).argmin(dim=1)
         predicted[axis] = best
         prompts = [f"{before} {labels[number]}" for before, number in zip(prompts, best.tolist(), strict=True)]
     return predicted

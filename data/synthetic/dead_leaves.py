@@ -20,6 +20,7 @@ from murmuration.data.synthetic.random import Draws
 
 _SHARPNESS = 2  # the buffer has twice the side of the picture, so that edges come out smooth
 LARGEST, SMALLEST_PIXELS = 0.4, 1.5  # radii: a share of the side, and pixels of the picture
+_EXPONENT = 3.0  # of the power law of radii: every scale covers as much
 _LEAVES_PER_PIXEL_OF_SIDE = 4
 _BACK = 6  # large leaves behind the others, so that the ground is hardly ever seen
 _BOXES = 0.4
@@ -37,9 +38,9 @@ class Leaves:
     boxes: bool
 
 
-def dead_leaves(draws: Draws, side: int, exponent: float = 3.0) -> Tensor:
+def dead_leaves(draws: Draws, side: int) -> Tensor:
     """float32 [batch, side, side, 3] between 0 and about 1."""
-    radius = _radii(draws, side, exponent)
+    radius = _radii(draws, side, _EXPONENT)
     leaves = radius.shape[1]
     centre = draws.uniform(leaves, 2, low=-0.05, high=1.05)
     turn = draws.uniform(leaves, high=math.pi)
@@ -49,7 +50,7 @@ def dead_leaves(draws: Draws, side: int, exponent: float = 3.0) -> Tensor:
     depth = order.argsort(dim=1).argsort(dim=1).to(torch.int32)
     fine = _SHARPNESS * side
     front = torch.full((draws.batch, fine * fine), leaves, dtype=torch.int32, device=draws.device)
-    for first, last, window in _size_classes(side, exponent, leaves):
+    for first, last, window in _size_classes(side, _EXPONENT, leaves):
         split = first + round(_BOXES * (last - first))
         for start, stop, box in ((first, split, True), (split, last, False)):
             if start < stop:

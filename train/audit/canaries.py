@@ -53,7 +53,7 @@ class Coordinates:
     flat: np.ndarray
 
     @staticmethod
-    def choose(model: nn.Module, count: int, seed: int = 0) -> Coordinates:
+    def choose(model: nn.Module, count: int) -> Coordinates:
         """Distinct coordinates. They are public: only the coins must be secret."""
         sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         starts = np.concatenate([[0], np.cumsum(list(sizes.values()), dtype=np.int64)])
@@ -61,7 +61,7 @@ class Coordinates:
             raise CanaryError(
                 f"{count} canaries need as many parameters; the model has {starts[-1]}, so use fewer canaries"
             )
-        flat = np.random.default_rng(seed).choice(int(starts[-1]), size=count, replace=False)
+        flat = np.random.default_rng(0).choice(int(starts[-1]), size=count, replace=False)
         return Coordinates(tuple(sizes), starts, np.sort(flat))
 
     def within(self, parameter: int, elements: range) -> tuple[slice, np.ndarray]:

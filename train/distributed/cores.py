@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
@@ -49,9 +49,9 @@ def share(own: Allowance, everyone: Sequence[Allowance]) -> int:
     return max(1, int(min(limits)))
 
 
-def allowance(mask: Collection[int] | None = None, root: Path = Path("/")) -> Allowance:
+def allowance() -> Allowance:
     """What the kernel allows this process."""
-    return Allowance(_machine(), frozenset(os.sched_getaffinity(0) if mask is None else mask), cpu_quotas(root))
+    return Allowance(_machine(), frozenset(os.sched_getaffinity(0)), cpu_quotas())
 
 
 def _machine() -> str:
