@@ -37,7 +37,7 @@ def named_in(path: Path, name: str) -> Iterator[str]:
 
 
 def imports() -> dict[str, set[str]]:
-    """Of each file the files that it imports, without the packages that they lie in."""
+    """The files that each file imports, without the packages that they lie in."""
     known = modules()
     files = {name for name, path in known.items() if path.name != "__init__.py"}
     return {name: (set(named_in(known[name], name)) & files) - {name} for name in files}

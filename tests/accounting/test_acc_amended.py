@@ -65,7 +65,7 @@ def test_later_tuning_is_charged_and_the_signed_words_stay(finished: Path) -> No
 
 
 def test_a_second_declaration_amends_the_signed_one(finished: Path) -> None:
-    """Of a drawn number of runs one (ε, δ) is known, and no steps that it follows from."""
+    """One (ε, δ) is known of a drawn number of runs, and no steps that it follows from."""
     before = read(finished)
     declare(finished, THREE)
     document = declare(finished, DRAWN)

@@ -234,7 +234,7 @@ def test_an_epsilon_pays_for_all_that_errors_may_have_moved() -> None:
 
 @pytest.mark.parametrize(("rate", "sigma", "steps"), [(1e-6, 1.0, 3), (1e-4, 0.6, 1_000_000)])
 def test_size_and_angle_of_a_power_round_within_their_bound(rate: float, sigma: float, steps: int) -> None:
-    """Of the coefficients that are left, against powers of the same ones in 40 digits."""
+    """Powers of the coefficients that are left, against those of the same ones in 40 digits."""
     lattice = upper(rate, sigma, 1e-4)[0]
     parts = Composition((lattice,), (steps,))
     window = _Window(parts, parts._tilt_for(1e-10), SPREADS)

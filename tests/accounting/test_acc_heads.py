@@ -73,7 +73,7 @@ def test_a_restored_ledger_is_refused_or_charges_what_was_lost(tmp_path: Path) -
 
 
 def test_two_ledgers_of_one_run_see_each_other_whoever_notes_last(tmp_path: Path) -> None:
-    """Of a machine that was cloned as a whole, which nothing tells from its original; both write the same log."""
+    """A machine that was cloned as a whole: nothing tells it from its original, and both write the same log."""
     log, one, two = tmp_path / "log", tmp_path / "one", tmp_path / "two"
     log.mkdir()
     one.mkdir()

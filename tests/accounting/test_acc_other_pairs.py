@@ -117,7 +117,7 @@ def test_no_simulated_attack_passes_the_bound_and_the_best_one_nearly_reaches_it
 
 
 def exact_delta(pair: Group | Replacement, side: int, value: float) -> float:
-    """Of one step. The losses grow with the output, so both measures are needed beyond one place only."""
+    """Delta of one step. The losses grow with the output, so both measures are needed beyond one place only."""
     shift, shares = 1 / pair.sigma, [1 - pair.rate, pair.rate]
     if isinstance(pair, Group):
         shares = [math.comb(pair.size, j) * pair.rate**j * (1 - pair.rate) ** (pair.size - j)

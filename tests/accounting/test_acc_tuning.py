@@ -64,7 +64,7 @@ ORDERS = {
 
 
 def exact_delta(sigma: float, mean: float, shape: float, order: str, claimed: float) -> float:
-    """Of publishing the first in the order out of K draws from N(0, sigma^2), against N(1, sigma^2): on a fine grid."""
+    """Delta if the first in the order of K draws from N(0, sigma^2) is published, against N(1, sigma^2), on a grid."""
     y = np.linspace(-9 * sigma, 1 + 9 * sigma, 400_001)
     ranked = np.argsort(ORDERS[order](y), kind="stable")
     chances = np.stack([norm.pdf(y, place, sigma) for place in (0.0, 1.0)])[:, ranked]

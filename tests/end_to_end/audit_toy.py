@@ -79,7 +79,7 @@ class Faults:
     """What may be planted."""
 
     scale: float = 1.0
-    """Of the noise that is drawn to the noise that is claimed."""
+    """The ratio of the noise that is drawn to the noise that is claimed."""
     twice: bool = False
     """A record takes part in the step after its own, too."""
     reused: bool = False

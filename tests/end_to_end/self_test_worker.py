@@ -24,7 +24,7 @@ from tests.support.planted_faults import OffBy
 from tests.support.sharded_engines import MICRO_BATCH, OPTIMIZERS, SHAPE, C, Layout, noise, settings_of
 
 ALLOWANCE = 1e-4
-"""Of C, for what rounding may change in a sum."""
+"""The share of C by which rounding may change a sum."""
 
 
 def outcome(ranks: Ranks, layout: Layout, precision: Precision, times: float | None) -> str:

@@ -122,8 +122,8 @@ def error_of_a_long_sum(ranks, layout: Layout) -> float:
 
 
 def error_of_units(ranks, layout: Layout, precision: Precision) -> float:
-    """Of the sum by which the weights moved, at rate and divisor 1: units of 1 to 9 rows over all ranks, against the
-    rows' own gradients, weighed and added up, then clipped. In bf16 against the clip engine's own sums, as above."""
+    """The error of the sum by which the weights moved, at rate and divisor 1: units of 1 to 9 rows over all ranks,
+    against the rows' own gradients, weighed and added up, then clipped. In bf16 against the clip engine's own sums."""
     model, sizes = build(SHAPE, "caption"), [1 + unit % MOST_ROWS for unit in range(UNITS)]
     engine = engine_of(ranks, settings_of(layout), model, Optimizer.model_validate({"type": "SGD"}), RULE, precision)
     before = {name: tensor.double() for name, tensor in engine.engine.whole_weights().items()}

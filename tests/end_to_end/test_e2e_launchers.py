@@ -94,7 +94,7 @@ TRAINING = {"status": "training; resume me if killed", "step": 4}
 
 
 def end(script: str, folder: Path, code: int, state: dict[str, Any] | None, acts: bool = True) -> tuple[int, str]:
-    """Of a script whose earlier start was stopped; this start's run writes `state` and acts, and its launcher ends."""
+    """How a script ends whose earlier start was stopped: this start writes `state` and acts, its launcher ends."""
     shutil.copytree(ROOT / "launch", folder / "launch", dirs_exist_ok=True)
     for launcher in ("torchrun", "deepspeed", "srun"):
         place(launcher, ENDING, folder)

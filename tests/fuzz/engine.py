@@ -166,7 +166,7 @@ class Worker:
 
 
 def _place(frames: list[tuple[str, str]]) -> str:
-    """Of frames, the innermost first, the first of the product."""
+    """The first frame of the product; `frames` begin with the innermost."""
     for file, function in frames:
         if file.startswith(f"{ROOT}/") and not file.startswith((f"{ROOT}/tests/", f"{ROOT}/.venv/")):
             return f"{file.removeprefix(f'{ROOT}/')}:{function}"

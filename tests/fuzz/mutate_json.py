@@ -136,7 +136,7 @@ def _odd(chance: random.Random, found: list[Place]) -> None:
 
 
 def _similar(chance: random.Random, found: list[Place]) -> None:
-    """Of the same kind, so that the check after the one of types is reached."""
+    """A value of the same kind, so that the check after that of types is reached."""
     place = chance.choice(found)
     value = get(place)
     if isinstance(value, bool) or value is None:
@@ -164,7 +164,7 @@ def _swap(chance: random.Random, found: list[Place]) -> None:
 
 
 def dumps_safe(value: Any) -> str:
-    """Of a value that may hold text that is no JSON: null in the place of that."""
+    """JSON of a value that may hold text that is none: null takes the place of that."""
     text = dumps(value)
     try:
         json.loads(text)

@@ -17,7 +17,7 @@ from tests.fuzz.mutate_npy import mutate_npy
 from tests.fuzz.targets_index import COUNTS, IndexWorld, answered
 
 UNIT = "key:0+[01]?"
-"""Of the five records, the first two are units of their own, and the rest are one."""
+"""The first two of the five records are units of their own, and the rest are one."""
 
 
 class UnitFacts(IndexWorld):

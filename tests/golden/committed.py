@@ -20,7 +20,7 @@ Items = dict[str, str]
 
 
 def helps(folder: Path) -> Items:
-    """Of every command and its subcommands; how argparse words them depends on Python's version."""
+    """The help of every command and its subcommands; how argparse words them depends on Python's version."""
     found: Items = {}
     scripts = sorted(path.name for path in LAUNCH.glob("*.py") if "__main__" in path.read_text())
     for script in scripts:

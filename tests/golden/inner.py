@@ -21,7 +21,7 @@ KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
 
 
 def config_digests(recipe: Path) -> dict[str, str]:
-    """Of each phase, as the ledger holds them; contents of files, which are not at hand, count as the word `golden`."""
+    """Each phase's, as the ledger holds them; contents of files, which are not at hand, count as the word `golden`."""
     config = load(recipe, [])
     return {phase.name: config.digest(number, {"data": "golden"}) for number, phase in enumerate(config.phases)}
 
@@ -35,7 +35,7 @@ def derived_keys(seed: int) -> dict[str, str]:
 
 
 def chained_keys(seed: int) -> dict[str, str]:
-    """Of private steps, which are derived link by link."""
+    """Keys of private steps, which are derived link by link."""
     first = RunKey.from_debug_seed(seed).first_link("phase 3, segment 0:salt", 5)
     return {
         f"{purpose} {step}": first.at(step).key(purpose).hex()

@@ -24,7 +24,7 @@ from tests.golden import commands, local  # noqa: E402
 ARCHIVE = HERE / "old_runs.tar.xz"
 CONFIG, STOPPED, FINISHED = "toy.json", "stopped", "finished"
 STEPS = {1: 5, 2: 7}
-"""Of the private phases of the config in the archive."""
+"""How many steps the private phases of the config in the archive have, by number."""
 STOP_AT = (2, 5)  # behind a checkpoint at step 3
 
 

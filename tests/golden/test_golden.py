@@ -100,7 +100,7 @@ def told(run_dir: Path, kind: str) -> list[dict[str, object]]:
 
 
 def weights(run_dir: Path) -> dict[str, np.ndarray]:
-    """Of the last checkpoint, with its fragments, which ranks share, put together."""
+    """The last checkpoint's weights, put together from the fragments that ranks share."""
     folder = run_dir / "checkpoints" / json.loads((run_dir / "checkpoints" / "latest").read_text())["folder"]
     found: dict[str, dict[int, np.ndarray]] = {}
     for piece in folder.glob("piece-*"):

@@ -83,7 +83,7 @@ def in_a_fork(work: Callable[[], int], seconds: float) -> Answer:
 
 
 def ends_within(pid: int, seconds: float) -> bool:
-    """Of processor time: where other programs are busy, a clock on the wall would call every mutant one that hangs.
+    """In seconds of processor time: on a busy machine, a clock on the wall would call every mutant one that hangs.
 
     One that waits for ever uses none, and is told by that.
     """
@@ -101,7 +101,7 @@ def ends_within(pid: int, seconds: float) -> bool:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process, of all that it has started, and of what these have ended."""
+    """Those of a process, of all processes that it has started, and of theirs that have ended."""
     total = 0.0
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(pid)

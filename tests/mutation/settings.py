@@ -22,7 +22,7 @@ class Group:
     few: int
     fewer: list[str]
     seconds: float
-    """Of tests for one mutant, the fastest first. A single test may take half of that."""
+    """How long the tests of one mutant may take in all, the fastest first. A single test may take half of that."""
 
     def most(self, file: str) -> int | None:
         return None if file in self.whole else self.few if file in self.fewer else self.sample

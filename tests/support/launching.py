@@ -55,7 +55,7 @@ class Launch:
         cls, config: dict[str, Any], folder: Path, name: str, change: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> tuple[Launch, Path]:  # fmt: skip
-        """Of a copy of the config, changed and written into the folder; with its run directory."""
+        """A launch of a copy of the config, changed and written into the folder; with its run directory."""
         config = json.loads(json.dumps(config))
         run_dir = folder / f"{name}-run"
         config["run"]["dir"] = str(run_dir)

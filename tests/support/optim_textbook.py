@@ -29,7 +29,7 @@ def initial(scale: float = 0.1) -> Weights:
 
 
 def gradient(step: int, name: str) -> Tensor:
-    """Of unlike sizes, so that norms and moments differ between parameters and steps."""
+    """Gradients of unlike sizes, so that norms and moments differ between parameters and steps."""
     number = list(SHAPES).index(name)
     draw = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(SHAPES[name], generator=draw) * 0.01 * (1 + number) / step + 0.002

@@ -16,7 +16,7 @@ from tests.support.launching import ROOT, environment
 
 TOY_STEPS = 8
 SMALL_STEPS = 12
-"""Of `small_config`."""
+"""The steps of `small_config`."""
 
 
 def toy(config: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ CELL = 8
 
 
 class Counts:
-    """Of operations by rank and kind, in memory that outlives the ranks."""
+    """Counts of operations by rank and kind, in memory that outlives the ranks."""
 
     def __init__(self, ranks: int) -> None:
         self.memory = mmap.mmap(-1, ranks * len(KINDS) * CELL)

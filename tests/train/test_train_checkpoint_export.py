@@ -76,7 +76,7 @@ class Hostile:
 
 
 class Settings:
-    """Of a class that this project does not know."""
+    """An object of a class that this project does not know."""
 
     def __init__(self) -> None:
         self.stage = 3
@@ -160,7 +160,7 @@ UNPICKLING = {"torch.load", "torch.jit.load", "pickle.load", "pickle.loads", "pi
 
 
 def test_only_one_module_unpickles_foreign_files() -> None:
-    """Of the product; everything else goes through its function, which loads weights only."""
+    """All else in the product goes through its function, which loads weights only."""
     callers = {
         str(path.relative_to(ROOT))
         for room in ("accounting", "data", "evaluation", "launch", "model", "train")

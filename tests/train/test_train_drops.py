@@ -140,7 +140,7 @@ def test_a_plain_step_is_the_loop_over_its_records() -> None:
 
 def test_opacus_finds_the_same_sum_with_drops() -> None:
     class Plain(nn.Module):
-        """Of layers that Opacus knows."""
+        """A model of layers that Opacus knows."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -45,7 +45,7 @@ OTHER = Normalisation((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 
 @pytest.fixture
 def photos(tmp_path: Path) -> FolderIndex:
-    """Of several sizes and shapes, in both formats that are usual."""
+    """Pictures of several sizes and shapes, in both formats that are usual."""
     (tmp_path / "photos").mkdir()
     for number, size in enumerate([(26, 20), (17, 17), (90, 301), (640, 427)]):
         drawn = np.random.default_rng(number).integers(0, 255, (size[1] // 3 + 1, size[0] // 3 + 1, 3), dtype=np.uint8)

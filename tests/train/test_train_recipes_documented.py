@@ -98,7 +98,7 @@ def test_the_first_step_of_a_transferred_head_is_adams(name: str) -> None:
 
 
 def test_the_printed_throughput_stands_beside_the_planned_hours() -> None:
-    """Of Mehta et al., Table 8: images per second and core, full and last layer."""
+    """Mehta et al., Table 8: images per second and core, full and last layer."""
     printed = {"vitb": (170, 900), "vitl": (25, 235), "vith": (12, 100), "r50x4": (25, 225), "r152x4": (3, 90)}
     page = (ROOT / "docs" / "recipes.md").read_text()
     for body, numbers in printed.items():

@@ -189,7 +189,7 @@ def test_a_replay_compares_all_rows_of_a_slot() -> None:
 
 
 def three_views(numbers: np.ndarray) -> dict[str, Tensor]:
-    """Of record 7 only one, of record 9 rows that do not fit together, of all others three."""
+    """One row of record 7, rows of record 9 that do not fit together, and three of every other record."""
     number = int(numbers[0])
     count = 1 if number == 7 else 3
     draw = torch.Generator().manual_seed(number)

@@ -74,7 +74,7 @@ def cpu_quotas(root: Path = Path("/")) -> dict[Group, Fraction]:
 
 
 def _quota(folder: Path) -> Fraction | None:
-    """Of version 2 (`cpu.max`) or version 1 of control groups."""
+    """A group's limit, by version 2 (`cpu.max`) or version 1 of control groups; None where there is none."""
     try:
         if (both := folder / "cpu.max").is_file():
             quota, period = both.read_text().split()
