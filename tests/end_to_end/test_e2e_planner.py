@@ -22,7 +22,8 @@ NEAR = 2**0.5
 SCRATCH = 2.5e6
 """Bytes that gloo and DeepSpeed's buckets take whatever the model's size. The model's weights alone are 12e6."""
 LATE = 4 * SHORTEST_RUN
-"""A run of sums that gloo still holds when the next but one is sent, where a rank is far behind the other."""
+"""A run of sums that gloo no longer holds when the next is sent, or still does when the next but one is: it depends on
+how far a rank is behind the others."""
 
 
 @pytest.mark.slow
@@ -43,7 +44,9 @@ def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_
         update = row["update"] + (row["kept"] if private else 0)
         handed = 4 * row["elements"] / row["world"] if exact else 0
         needed = max(planned.update, planned.host_update + handed)
-        assert _near(update, needed, 1.12 if row["stage"] == 3 else 1.01), row
+        # At stages 1 and 2 runs of fp64 sums are under way, beside the gradient that was handed over.
+        late = 2 * LATE if private and row["stage"] in (1, 2) else 0
+        assert _near(update, needed, 1.12 if row["stage"] == 3 else 1.01, late), row
         # Smaller micro-batches need less, so that the slope is one of activations.
         small, large = row["accumulate"]
         assert 0 < small < large
@@ -77,7 +80,7 @@ def _fsdp2_as_planned(row: dict[str, Any], ranks_per_copy: int) -> None:
     # The update frees what was gathered, so that a public one may need less than nothing.
     update = row["update"] + (row["kept"] if row["private"] else 0)
     assert update < planned.update * 1.01 + SCRATCH + LATE, (row, planned)
-    assert not row["private"] or update > planned.update / 1.01, (row, planned)
+    assert not row["private"] or update > planned.update / 1.01 - LATE, (row, planned)
 
 
 def counter(folder: Path) -> Path:
@@ -87,8 +90,8 @@ def counter(folder: Path) -> Path:
     return counting
 
 
-def _near(measured: float, planned: float, within: float) -> bool:
-    return planned / within < measured < planned * 1.01 + SCRATCH
+def _near(measured: float, planned: float, within: float, late: int = 0) -> bool:
+    return planned / within - late < measured < planned * 1.01 + SCRATCH + late
 
 
 @pytest.mark.slow

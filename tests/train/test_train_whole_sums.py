@@ -105,14 +105,15 @@ def poisoned(sums: WholeSums) -> None:
 
 def scaled(sums: WholeSums) -> None:
     """One rank sends something else than it proves."""
-    real = sums._add_shards
+    assert sums._exchange is not None
+    real = sums._exchange.run
 
-    def add(exchange: Any) -> None:
+    def run(flat: Tensor, take: Any) -> None:
         if sums._ranks.rank == 1:
-            sums._sums.flat.mul_(1 + 1e-6)
-        real(exchange)
+            flat.mul_(1 + 1e-6)
+        real(flat, take)
 
-    sums._add_shards = add  # pyright: ignore[reportAttributeAccessIssue]
+    sums._exchange.run = run
 
 
 def shifted(sums: WholeSums) -> None:
@@ -125,14 +126,7 @@ def shifted(sums: WholeSums) -> None:
 def left_out(sums: WholeSums) -> None:
     """One rank adds nothing of the others."""
     if sums._ranks.rank == 1:
-        real = sums._add_shards
-
-        def add(exchange: Any) -> None:
-            kept = sums._sums.flat.clone()
-            real(exchange)
-            sums._sums.flat.copy_(kept)
-
-        sums._add_shards = add  # pyright: ignore[reportAttributeAccessIssue]
+        sums._take = lambda arrived: None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ lost or added twice, a scale, or a shift is an error, not a wrong gradient.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,9 +59,9 @@ class Exchange:
         self._ranks = ranks
         self._parcels = _parcels(_held_by_all(shapes, fragments, ranks), places, ranks.rank)
 
-    def run(self, flat: Tensor) -> Iterator[Arrived]:
-        """Sends every rank its part of these sums, and yields what arrives for this one, in the order of its pieces.
-        Its own stretches of `flat` may be changed as soon as they are yielded. Collective."""
+    def run(self, flat: Tensor, take: Callable[[Arrived], None]) -> None:
+        """Sends every rank its part of these sums, and has taken what arrives for this one, in the order of its pieces.
+        Its own stretches of `flat` may be changed as soon as they have arrived. Collective."""
         before: Arrived | None = None
         for parcel in self._parcels:
             own = parcel.sizes[self._ranks.rank]
@@ -69,12 +69,12 @@ class Exchange:
             parcelled = torch.cat([flat[stretch] for stretch in parcel.stretches])
             arrive = self._ranks.swap(parts.view(-1), parcelled, parcel.sizes)
             if before is not None:
-                yield before
+                take(before)
             arrive()
-            del parcelled
+            del parcelled, arrive  # both hold what was sent
             before = Arrived(parts, parcel.own)
         if before is not None:
-            yield before
+            take(before)
 
 
 def _held_by_all(

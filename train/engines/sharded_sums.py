@@ -35,7 +35,7 @@ from murmuration.train.clip.sums import FlatSums, product, require_wide
 from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.exchange import RUNS, SHORTEST_RUN, Exchange, require_sums, weigh, weighed
+from murmuration.train.engines.exchange import RUNS, SHORTEST_RUN, Arrived, Exchange, require_sums, weigh, weighed
 from murmuration.train.noise.update import UpdateError
 
 # ΣR above: how many slots the micro-batches of a window may have, those of earlier ones counted again with each later.
@@ -137,9 +137,13 @@ class ShardedSums:
 
     def _take_all(self) -> None:
         done = 0
-        for arrived in self._exchange.run(self._window.flat):
+
+        def take(arrived: Arrived) -> None:
+            nonlocal done
             self._take(arrived.parts, done)
             done += arrived.parts.shape[1]
+
+        self._exchange.run(self._window.flat, take)
 
     def _take(self, parts: Tensor, start: int) -> None:
         """Adds the ranks' parts of the same elements, in the order of the ranks."""

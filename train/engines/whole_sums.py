@@ -16,7 +16,7 @@ from torch import Tensor
 from murmuration.train.clip.sums import ExactSums
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.exchange import Exchange, require_sums, weigh, weighed
+from murmuration.train.engines.exchange import Arrived, Exchange, require_sums, weigh, weighed
 
 
 class WholeSums:
@@ -39,19 +39,17 @@ class WholeSums:
         if self._exchange is None:
             self._sums.reduce(self._ranks)
         else:
-            self._add_shards(self._exchange)
+            self._exchange.run(self._sums.flat, self._take)
         copies = 1 if self._exchange is not None else self._ranks.world
         expected, size, found = self._ranks.add(torch.stack([*sent, self._weighed()]))
         require_sums(list(self._shapes), expected, size, found / copies)
 
-    def _add_shards(self, exchange: Exchange) -> None:
-        flat = self._sums.flat
-        for arrived in exchange.run(flat):
-            total = arrived.parts[0]
-            for part in arrived.parts[1:]:
-                total += part
-            for stretch, values in zip(arrived.stretches, total.split(_lengths(arrived.stretches)), strict=True):
-                flat[stretch] = values
+    def _take(self, arrived: Arrived) -> None:
+        total = arrived.parts[0]
+        for part in arrived.parts[1:]:
+            total += part
+        for stretch, values in zip(arrived.stretches, total.split(_lengths(arrived.stretches)), strict=True):
+            self._sums.flat[stretch] = values
 
     def _weighed(self) -> Tensor:
         """[parameters]: of the pieces that this rank holds."""

@@ -128,7 +128,7 @@ def memory_of(config: Config, weights: WeightCounts, ranks: int) -> Memory:
 
 
 def fsdp2_memory(weights: WeightCounts, ranks_per_copy: int) -> Memory:
-    """The update needs three runs of the last window (`_under_way`); later, of the finished fp64 totals, a copy
+    """The update needs four runs of the last window (`_under_way`); later, of the finished fp64 totals, a copy
     in fp32. All weights are counted as gathered at once, which is more than FSDP2 gathers: block by block."""
     n, private, ranks = weights.trainable, weights.private, ranks_per_copy
     own, whole = 4.0 * (n + weights.frozen), 4.0 * n
@@ -141,9 +141,9 @@ def fsdp2_memory(weights: WeightCounts, ranks_per_copy: int) -> Memory:
 
 
 def _under_way(elements: int, size: int) -> float:
-    """Two runs of sums that were received, in numbers of so many bytes, and one that is sent."""
-    run = max(SHORTEST_RUN, elements // RUNS)
-    return float(size) * (min(elements, 2 * run) + min(elements, run))
+    """Two runs of sums that were received, in numbers of so many bytes, one that is sent, and one that was and that
+    the backend may still hold."""
+    return 2.0 * size * min(elements, 2 * max(SHORTEST_RUN, elements // RUNS))
 
 
 def memory(weights: WeightCounts, stage: int, ranks: int, offload: bool) -> Memory:
