@@ -116,6 +116,19 @@ def scaled(sums: WholeSums) -> None:
     sums._exchange.run = run
 
 
+def first_element(sums: WholeSums) -> None:
+    """One rank sends another first element of a parameter than it proves."""
+    assert sums._exchange is not None
+    real = sums._exchange.run
+
+    def run(flat: Tensor, take: Any) -> None:
+        if sums._ranks.rank == 1:
+            sums._sums.totals["table"][0, 0] += 1e-3
+        real(flat, take)
+
+    sums._exchange.run = run
+
+
 def shifted(sums: WholeSums) -> None:
     assert sums._exchange is not None
     if sums._ranks.rank == 1:
@@ -132,7 +145,8 @@ def left_out(sums: WholeSums) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [(poisoned, "is not finite"), (scaled, "is not the sum over the ranks"),
-     (shifted, "is not the sum over the ranks"), (left_out, "is not the sum over the ranks")],
+     (first_element, "is not the sum over the ranks"), (shifted, "is not the sum over the ranks"),
+     (left_out, "is not the sum over the ranks")],
 )  # fmt: skip
 def test_what_happens_to_a_sum_on_its_way_stops_every_rank(change: Callable[[WholeSums], None], message: str) -> None:
     def one(ranks: Any) -> str:

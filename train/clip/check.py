@@ -135,7 +135,7 @@ def _in_fp32(
         return apart
     wide, exact = _in_fp64(clip, reference, inputs, only, single)
     amplified = AMPLIFIED * _share(_distance(expected, exact), _size(exact))
-    return wide if wide.fits and apart.gradient <= amplified else apart
+    return wide if apart.gradient <= amplified else apart
 
 
 def _in_fp64(
