@@ -191,8 +191,9 @@ def _update(stage: int, weights: WeightCounts, ranks: int, offload: bool) -> flo
         return 0.0 if offload else shard
     if stage == 3:
         handed = 2 * whole  # ZeRO-3 gathers the weights to hand their gradient over
-    else:
-        handed = max(whole + shard, whole + (_under_way(weights.trainable, 8) if ranks > 1 else 0.0))
+    else:  # ZeRO-2 has reduced the gradient to its shards before the sums are sent
+        under_way = _under_way(weights.trainable, 8) if ranks > 1 else 0.0
+        handed = max(whole + shard, (whole if stage == 1 else shard) + under_way)
     return handed if offload else max(handed, 5 * shard)
 
 
