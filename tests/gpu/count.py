@@ -170,8 +170,8 @@ class Count(TorchDispatchMode):
         if name == "embedding":
             moved = 2 * sum(map(touched, outs))
         if name in PRODUCTS:
-            kind, flops = product(ins)
-            self.add(Kernel(kind, moved, flops), kind, flops)
+            kind, flops = product(ins, outs[0])
+            self.add(Kernel(kind, moved, flops), f"product {precision(ins[-1])}", flops)
         elif "scaled_dot_product" in name:
             kind, flops, in_tiles = attention(name, ins)
             self.add(Kernel(kind, moved, in_tiles), "attention", flops)
@@ -254,7 +254,9 @@ def gram_stand_in(count: Count) -> Any:
         issued = records * own.products * 2 * width
         of_strips = left.new_empty((records, own.strips, rows) if summed else 0, dtype=torch.float32)
         written = 2 * records * tokens * width + touched(of_strips)
-        count.add(Kernel("gram, few tokens" if own.few else "gram", written, issued), "gram", issued)
+        # With few tokens, a kernel waits for its operands.
+        kernel = Kernel("gram, few tokens", written) if own.few else Kernel("gram", written, issued)
+        count.add(kernel, "gram", issued)
         count.found.flops["gram that is needed"] += records * tokens * (tokens + 1) * width
         sums = of_strips if own.strips == 1 else left.new_empty((records, rows), dtype=torch.float32)
         again = touched(of_strips) + touched(sums) if summed and own.strips > 1 else 0
@@ -307,8 +309,6 @@ def row_sums_stand_in(count: Count) -> Any:
 
 
 def group_norm_stand_in(count: Count) -> Any:
-    """What it reads again for the input's gradient, a group at a time, is mostly still in the cache."""
-
     def backward(
         x: Tensor, gradient: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, wanted: bool = True
     ) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -316,7 +316,7 @@ def group_norm_stand_in(count: Count) -> Any:
         below = torch.empty_like(x) if wanted else None
         read = touched(x) + touched(gradient)
         written = sum(map(touched, [scale, shift, *([] if below is None else [below])]))
-        count.add(Kernel(NOT_MEASURED, read + written, loaded=(2 if wanted else 1) * read + written))
+        count.add(Kernel("our group norm backward", read + written))
         return below, scale, shift
 
     return backward
@@ -325,18 +325,16 @@ def group_norm_stand_in(count: Count) -> Any:
 def standardised_stand_in(count: Count) -> Any:
     def sums(written: Tensor, direction: Tensor) -> Tensor:
         found = torch.empty(3, *written.shape[:2], dtype=torch.float64, device=GPU)
-        count.add(Kernel(NOT_MEASURED, sum(map(touched, (written, direction, found))), loaded=2 * touched(written)))
+        count.add(Kernel("standardised sums", sum(map(touched, (written, direction, found)))))
         return found
 
     def squares(found: Tensor, scale: Tensor, level: Tensor, size: Tensor, elements: int) -> Tensor:
-        count.add(Kernel(NOT_MEASURED, touched(found)))
+        count.add(Kernel("other", touched(found)))
         return torch.empty(2, found.shape[1], dtype=torch.float64, device=GPU)
 
     def back(gradients: Tensor, direction: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         found = torch.empty(gradients.shape, dtype=dtype, device=GPU)
-        loaded = 3 * touched(gradients) + 2 * len(gradients) * touched(direction)
-        moved = touched(gradients) + touched(direction) + touched(found)
-        count.add(Kernel(NOT_MEASURED, moved, loaded=loaded + touched(found)))
+        count.add(Kernel("standardised back", sum(map(touched, (gradients, direction, found)))))
         return found
 
     return kernels.StandardisedKernels(sums, squares, back)

@@ -1,14 +1,14 @@
 """How long a GPU takes for a kernel, by the rate of its kind.
 
 Kinds that an H200 ran have the rates in rates.json, which `python benchmarks/gpu_rates.py` fits to the times of their
-kernels. Kinds that no GPU has run for us have assumed rates, and so do kernels that load more than they read.
+kernels. The rates of other kinds are assumed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +17,10 @@ RATES = Path(__file__).with_name("rates.json")
 # Bytes per second that a copy on the device reads and writes, and operations per second of products in fp32: measured
 # (benchmarks/results/gpu/probe.json: 4.01e12, and 4.1e13 to 5.1e13).
 MEMORY, PRODUCT_FP32 = 4.0e12, 45e12
-# Assumed: bytes per second that kernels load through the cache, and the rates of kinds that were not measured.
-CACHE = 5.5e12
+# Assumed: the rates of kinds of which no kernel was measured by itself.
 NOT_MEASURED = "not measured"
 ASSUMED = {
-    "product fp32": PRODUCT_FP32, "product fp64": 45e12, "convolution half": 620e12, "convolution fp32": PRODUCT_FP32,
-    "convolution fp64": 45e12, NOT_MEASURED: MEMORY,
+    "product fp32": PRODUCT_FP32, "product fp64": PRODUCT_FP32, "convolution fp64": PRODUCT_FP32, NOT_MEASURED: MEMORY,
 }  # fmt: skip
 
 
@@ -31,24 +29,25 @@ class Kernel(NamedTuple):
     bytes: int
     operations: int = 0
     """As the device computes them, in whole tiles; 0 for kinds whose rate is in bytes per second."""
-    loaded: int = 0
-    """Bytes that a kernel of ours loads, which may be more than it reads of memory."""
 
 
 @dataclass(frozen=True)
 class Rates:
     start: float
-    """Seconds that every kernel takes beside its work: filling the device, and waiting for its last blocks."""
+    """Seconds that a kernel takes beside its work: filling the device, and waiting for its last blocks."""
     fitted: Mapping[str, float]
     """Bytes or operations per second, by kind."""
+    starts: Mapping[str, float] = field(default_factory=dict)
+    """By kind, where it is another."""
 
     @staticmethod
     def committed() -> Rates:
         found = json.loads(RATES.read_text())
-        return Rates(found["start_seconds"], found["rates"])
+        return Rates(found["start_seconds"], found["rates"], found["starts"])
 
     def seconds(self, kernel: Kernel) -> float:
         rate = self.fitted[kernel.kind] if kernel.kind in self.fitted else ASSUMED[kernel.kind]
+        start = self.starts.get(kernel.kind, self.start)
         if kernel.operations:
-            return self.start + max(kernel.operations / rate, kernel.bytes / MEMORY)
-        return self.start + max(kernel.bytes / rate, kernel.loaded / CACHE)
+            return start + max(kernel.operations / rate, kernel.bytes / MEMORY)
+        return start + kernel.bytes / rate

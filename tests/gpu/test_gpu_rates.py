@@ -12,13 +12,15 @@ import torch
 
 from tests.gpu import pretended
 from tests.gpu.count import COUNTED
-from tests.gpu.kinds import attention, kind_of
+from tests.gpu.kinds import UNALIGNED, attention, kind_of, product
 from tests.gpu.prices import ASSUMED, MEMORY, RATES, Kernel, Rates
 
 WHY_NOT = pretended.why_not()
 COMMITTED: dict[str, Any] = json.loads(RATES.read_text())
-# As docs/costs.md states them: how far totals are off, and ratios, fitted and for a model that was left out.
-TOTAL, RATIO, LEFT_OUT = 0.05, 0.01, 0.015
+# As docs/costs.md states them: how far totals are off, fitted and for a model that was left out, and ratios.
+TOTAL, LEFT_OUT, RATIO = 0.04, 0.05, 0.02
+# By how much a clock sees more than prices, where micro-batches were replayed.
+CLOCK = 0.1
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -27,8 +29,8 @@ def test_committed_rates_are_those_that_the_command_finds(benchmark: Callable[[s
     cases = program.cases()
     found = program.fitted(cases)
     # Other versions of PyTorch may choose other kernels for a few operations.
-    assert found["start_seconds"] == pytest.approx(COMMITTED["start_seconds"], abs=1.5e-7)
-    assert found["rates"] == pytest.approx(COMMITTED["rates"], rel=0.01)
+    for what in ("start_seconds", "starts", "rates"):
+        assert found[what] == pytest.approx(COMMITTED[what], rel=0.01), what
     for model, each in found["models"].items():
         for name, of in each.items():
             assert of == pytest.approx(COMMITTED["models"][model][name], rel=0.01), (model, name)
@@ -36,31 +38,39 @@ def test_committed_rates_are_those_that_the_command_finds(benchmark: Callable[[s
         for kind, launched in case.launches.items():
             known = sum(case.counted[kernel] for kernel in case.counted if kernel.kind == kind)
             known *= program.PER_OPERATION.get(kind, 1)
-            # Up to two kernels of a name were launched that nothing counts; products are listed by the costliest names.
-            assert kind == program.OTHER or launched - 2 <= known, (case.model, case.side, kind)
-            assert kind in (program.OTHER, "product half") or known <= 1.05 * launched + 5, (
-                case.model,
-                case.side,
-                kind,
-            )
+            if kind in (program.OTHER, case.left_over, *program.PER_RECORD):
+                continue
+            # Up to two kernels of a name were launched that nothing counts; a ResNet's copies are not all understood.
+            # Products are listed by the costliest names.
+            copies = kind == "strided copy" and case.model == program.RESNET
+            assert launched - 2 <= known or copies, (case.model, case.side, kind)
+            assert known <= 1.05 * launched + 6 or kind == "product half" or not launched, (case.model, case.side, kind)
 
 
 def test_modelled_totals_and_ratios_are_as_close_as_stated() -> None:
-    assert len(COMMITTED["models"]) == 3
+    assert [len(each) for each in COMMITTED["models"].values()] == [3, 3, 3, 3, 2]
     for model, each in COMMITTED["models"].items():
-        measured, modelled = each["measured"], each["modelled"]
-        for side in ("plain_ms", "private_ms"):
-            assert modelled[side] == pytest.approx(measured[side], rel=TOTAL), (model, side)
-        assert modelled["ratio"] == pytest.approx(measured["ratio"], abs=RATIO), model
-        assert each["left out"]["ratio"] == pytest.approx(measured["ratio"], abs=LEFT_OUT), model
+        measured = each["measured"]
+        for name, bound in (("modelled", TOTAL), ("left out", LEFT_OUT)):
+            found = each.get(name, measured)
+            for side in ("plain_ms", "private_ms"):
+                assert found[side] == pytest.approx(measured[side], rel=bound), (model, name, side)
+            assert found["ratio"] == pytest.approx(measured["ratio"], abs=RATIO), (model, name)
+
+
+def test_replayed_micro_batches_take_their_price_and_a_little_more() -> None:
+    replayed = [each for each in COMMITTED["by_the_clock"] if each["way"] == "private, replayed"]
+    assert len(replayed) == 8
+    for each in replayed:
+        assert 1 <= each["measured_ms"] / each["modelled_ms"] <= 1 + CLOCK, each
 
 
 def test_every_kernel_that_was_measured_is_of_a_kind(benchmark: Callable[[str], ModuleType]) -> None:
     program = benchmark("gpu_rates")
     cases = json.loads((program.RESULTS / "kernels.json").read_text())["cases"]
-    names = [name for case in cases.values() for name, *_ in case["kernels"]]
-    assert {program.kind_of_name(name) for name in names} == set(program.NAMES)
-    assert COMMITTED["rates"].keys() == program.NAMES.keys()
+    names = [(name, case.split()[0]) for case, found in cases.items() for name, *_ in found["kernels"]]
+    assert {program.kind_of_name(*each) for each in names} == set(program.KINDS)
+    assert COMMITTED["rates"].keys() == COMMITTED["starts"].keys() == set(program.KINDS)
 
 
 def test_counts_are_priced_by_the_committed_rates() -> None:
@@ -77,12 +87,13 @@ def test_counts_are_priced_by_the_committed_rates() -> None:
 
 
 def test_a_kernel_takes_its_start_and_the_slowest_of_its_work() -> None:
-    rates = Rates(1e-6, {"product half": 1e14, "scale": 1e12})
+    rates = Rates(1e-6, {"product half": 1e14, "scale": 1e12, "gelu": 1e12}, {"gelu": 3e-6})
     assert rates.seconds(Kernel("scale", 10**6)) == pytest.approx(2e-6)
     assert rates.seconds(Kernel("product half", 8, 10**8)) == pytest.approx(2e-6)
     assert rates.seconds(Kernel("product half", int(MEMORY * 1e-3), 10**8)) == pytest.approx(1.001e-3)
-    assert rates.seconds(Kernel("not measured", 8, loaded=55 * 10**6)) == pytest.approx(11e-6)
-    assert rates.seconds(Kernel("convolution half", 8, 62 * 10**7)) == pytest.approx(2e-6)
+    assert rates.seconds(Kernel("gelu", 10**6)) == pytest.approx(4e-6)
+    assert rates.seconds(Kernel("not measured", 4 * 10**6)) == pytest.approx(2e-6)
+    assert rates.seconds(Kernel("convolution fp64", 8, 45 * 10**6)) == pytest.approx(2e-6)
 
 
 @pytest.mark.parametrize(
@@ -98,17 +109,29 @@ def test_a_kernel_takes_its_start_and_the_slowest_of_its_work() -> None:
         ("add", ["fp64", "fp64"], "fp64", "other"),
         ("sum", ["half"], "half", "bias sum"),
         ("sum", ["fp32"], "fp32", "other"),
-        ("native_group_norm", ["fp32"], "fp32", "not measured"),
+        ("_to_copy", ["half t"], "fp32 t", "elementwise, two types"),
+        ("_to_copy", ["half t"], "fp32", "strided copy"),
+        ("slice_backward", ["half t"], "half", "strided copy"),
+        ("slice_backward", ["half"], "half", "other"),
+        ("native_group_norm", ["fp32"], "fp32", "group norm"),
+        ("sort", ["fp32"], "fp32", "not measured"),
         ("native_layer_norm_backward", ["fp32"], "fp32", "layer norm backward"),
     ],
 )
 def test_operations_have_the_kind_of_their_kernels(name: str, ins: list[str], out: str, kind: str) -> None:
     made = {
         "half": torch.empty(4, 6, dtype=torch.bfloat16), "half t": torch.empty(6, 4, dtype=torch.bfloat16).t(),
-        "fp32": torch.empty(4, 6), "fp64": torch.empty(4, 6, dtype=torch.float64),
+        "fp32": torch.empty(4, 6), "fp32 t": torch.empty(6, 4).t(), "fp64": torch.empty(4, 6, dtype=torch.float64),
         "scalar": torch.empty((), dtype=torch.float64),
     }  # fmt: skip
     assert kind_of(name, [made[each] for each in ins], [made[out]]) == kind
+
+
+def test_products_of_rows_that_begin_within_a_vector_are_slower() -> None:
+    tokens, width = (torch.empty(2, 16, each, dtype=torch.bfloat16) for each in (49, 64))
+    kinds = [product([one, two.mT], one @ two.mT)[0] for one, two in ((width, width), (tokens, tokens))]
+    assert kinds == ["product half", UNALIGNED]
+    assert product([width.float(), width.float().mT], width)[0] == "product fp32"
 
 
 def test_attention_is_priced_in_whole_tiles() -> None:
