@@ -48,8 +48,9 @@ def told(**changes: Any) -> Callable[..., dict[str, Any]]:
 def one_step(
     ranks, stage: int, change: Callable[[DeepSpeedEngine], None] | None = None, dtype: torch.dtype = torch.float32,
     make: Callable[..., Any] = make_engine, later: Callable[[DeepSpeedEngine], None] | None = None,
+    empty_first: bool = False,
 ) -> None:  # fmt: skip
-    """`later` comes before a second step."""
+    """`later` comes before a second step. `empty_first`: a step without records comes before, as in the self-test."""
     settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))  # pyright: ignore[reportArgumentType]
     engine: Any = clipping_engine(
         build(SHAPE, "caption").to(dtype), RULE, OPTIMIZERS["AdamW"], 0.0, settings, ranks, Computation(), make=make
@@ -57,6 +58,11 @@ def one_step(
     try:
         if change is not None:
             change(engine)
+        if empty_first:
+            engine.accumulate(
+                replace(rows_of(np.arange(MICRO_BATCH)), present=torch.zeros(MICRO_BATCH, dtype=torch.bool))
+            )
+            engine.update(NoisyUpdate(noise(), 0), 0.0)
         _summed_and_applied(engine, 1)
         if later is not None:
             later(engine)
@@ -203,7 +209,8 @@ def scaled_later(engine: Any) -> None:
     held = [{part.name for part in parts} for flat, parts in engine._layout.values()]
     by_both = set.intersection(*(set().union(*each) for each in engine.ranks.gather(held)))
     taps = enumerate(engine._forward.handover.taps)
-    engine._hand_overs = 1 + next(turn for turn, tap in taps if tap.names & by_both)
+    assert not engine._unproven, "a sum of the first step was zero"
+    engine._turn = next(turn for turn, tap in taps if tap.names & by_both)
 
     def halve(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -242,6 +249,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "nothing added up at 2": (2, {}, {"change": kept_own}),
     "not added up on one rank at 0": (0, {}, {"change": added_up_elsewhere}),
     "two parameters confused at 1": (1, {}, {"change": confused}),
+    "two parameters confused at 2, and the first step is empty": (2, {}, {"change": confused, "empty_first": True}),
     "scaled in a later step at 2": (2, {}, {"later": scaled_later}),
     "shards exchanged at 3": (3, {}, {"change": in_the_other_order}),
     "wrong slices of a window at 3": (3, {}, {"change": sent_from_elsewhere}),

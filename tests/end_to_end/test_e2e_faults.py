@@ -28,6 +28,7 @@ STOPPED = {
     "nothing added up at 2": "UpdateError: what was reduced for ",
     "not added up on one rank at 0": "UpdateError: what was reduced for ",
     "two parameters confused at 1": NOT_THE_SUM,
+    "two parameters confused at 2, and the first step is empty": NOT_THE_SUM,
     "scaled in a later step at 2": NOT_THE_SUM,
     "shards exchanged at 3": NOT_THE_SUM,
     "wrong slices of a window at 3": "UpdateError: what was reduced for ",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.check import check_gradients
+from murmuration.train.clip.check import _in_fp64, check_gradients
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.reference import ReferenceClip
@@ -118,19 +119,25 @@ def test_three_percent_in_half_precision_are_found_and_less_where_rounding_has_n
     assert (clip.rule, clip.precision) == (FLAT, precision), "put back, also after a fault"
 
 
+TINY = dict(
+    image_size=32, patch_size=8, width=16, depth=1, heads=2, decoder_width=16, decoder_depth=1, decoder_heads=2,
+    text_length=8, vocabulary=32, mae_decoder_width=16, mae_decoder_depth=1, mae_decoder_heads=2,
+)  # fmt: skip
+
+
 class Amplifying(nn.Module):
     """As a deep ResNet: a bit that falls otherwise in fp32 becomes half a percent of the gradient, or more."""
 
-    def __init__(self, coupled: bool = False) -> None:
+    def __init__(self, coupled: bool = False, times: int = 16) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.second, self.coupled = nn.Linear(48, 6), nn.Linear(6, 6), coupled
+        self.first, self.second, self.coupled, self.times = nn.Linear(48, 6), nn.Linear(6, 6), coupled, times
 
     def forward(self, inputs: Any) -> Tensor:
         x = torch.tanh(self.first(inputs["images"].flatten(1)))
         if x.dtype == torch.float32:
             x = x * (1 + 2e-7 * torch.randn(x.shape))
-        for _ in range(16):
+        for _ in range(self.times):
             x = 1 - 2 * x.square()
         if self.coupled:
             x = x + 0.1 * x.flip(0)
@@ -162,14 +169,44 @@ def test_rounding_that_a_model_amplifies_is_no_fault_and_hides_none() -> None:
         )
         return float((one - other).norm() / one.norm())
 
-    assert 1e-3 < max(apart() for _ in range(5)) < 0.03, "there is something that the check must look past"
+    assert 1e-3 < apart() < 0.03, "there is something that the check must look past"
     assert outcome(BookKeepingClip(FLAT), Amplifying()) == ""
     assert "is off by" in outcome(OffBy("fp32", FLAT, always=True, **off), Amplifying())
     four = {"norms": 1.02, "sums": 1.02}  # less than what is amplified may come to
     assert "is off by" in outcome(OffBy("fp32", FLAT, always=True, **four), Amplifying())
     assert "is off by" in outcome(OffInFp32("fp32", FLAT, **off), Amplifying()), "right in fp64 alone"
     assert "is off by" in outcome(OffInFp32("fp32", FLAT, norms=0.99), Amplifying()), "a norm that is not its sum's"
+    for norms in (math.nan, math.inf):
+        assert "is off by" in outcome(OffInFp32("fp32", FLAT, norms=norms), Amplifying())
+        assert "is off by" in outcome(OffInFp32("fp32", FLAT, norms=norms), Toy())
+    twice = OffInFp32("fp32", FLAT, norms=2.0, sums=2.0)
+    assert "is off by" in outcome(twice, Amplifying(times=20)), "whatever is amplified"
     assert "is off by" in outcome(BookKeepingClip(FLAT), Amplifying(coupled=True)), "other records have a share"
+
+
+class InFp32(Amplifying):
+    def forward(self, inputs: Any) -> Tensor:
+        return super().forward({"images": inputs["images"].float()})
+
+
+def test_a_record_that_cannot_be_repeated_in_fp64_is_refused_in_a_sentence() -> None:
+    """On one rank alone an error of another kind would leave the others waiting."""
+    batch, locked = toy_batch(5), Amplifying(coupled=True)
+    locked.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    for model, why in ((locked, "lock"), (InFp32(coupled=True), "dtype")):
+        clip = BookKeepingClip(FLAT)
+        clip.prepare(model)
+        with pytest.raises(ClipError, match=f"is off by .*could not be repeated in fp64: .*{why}"):
+            check_gradients(clip, model, batch.inputs, batch.present)
+
+
+def test_the_reference_repeats_records_in_fp64_too() -> None:
+    model = build(ModelSettings(family="captioner", **TINY), "caption")  # pyright: ignore[reportArgumentType]
+    clip, batch = ReferenceClip(FLAT), synthetic_batch(model.shape, "caption", 3, seed=3)  # pyright: ignore[reportArgumentType]
+    clip.prepare(model)
+    single = {name: x[:1] for name, x in batch.inputs.items()}
+    apart, exact = _in_fp64(clip, model, single, batch.present[:1], (single, batch.present[:1]))
+    assert apart.fits and apart.gradient < 1e-6 and all(each.dtype == torch.float64 for each in exact.values())
 
 
 def test_sharded_weights_are_compared_with_a_whole_copy_of_them() -> None:

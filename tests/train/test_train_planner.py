@@ -18,6 +18,7 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.commands.forecast import main
+from murmuration.train.engines.exchange import WEIGHED_AT_ONCE
 from murmuration.train.engines.sharded_sums import MOST_SLOTS
 from murmuration.train.planner.cluster import Cluster, step_time
 from murmuration.train.planner.cost import RecordCost
@@ -122,21 +123,27 @@ def test_memory_is_what_each_stage_holds() -> None:
         weights = WeightCounts(trainable=80, frozen=20, largest=30, moments=8, private=private)
         return memory(weights, stage, ranks, offload)
 
-    assert held(0, True) == Memory(400, 640, 0, 640, 0, 320 + 320)
+    under_way = 2 * 8 * 80  # of fp64 sums, at so small a size all of them
+    assert held(0, True) == Memory(400, 640, 0, 640, 0, 320 + 8 * 80)
     assert held(0, False) == Memory(400, 0, 320, 640, 0, 320)
-    assert held(1, True) == held(2, True) == Memory(400, 640, 0, 120, 0, 320 + 40)
-    assert held(1, True, ranks=2) == Memory(400, 640, 0, 480, 0, 5 * 160)
+    assert held(1, True) == Memory(400, 640, 0, 120, 0, 320 + under_way)
+    assert held(2, True) == Memory(400, 640, 0, 120, 0, 40 + under_way), "its gradient is reduced before"
+    assert held(1, True, ranks=1) == Memory(400, 640, 0, 960, 0, 5 * 320)
+    wide = WeightCounts(trainable=10**9, frozen=0, largest=30, moments=8, private=True)
+    assert memory(wide, 1, 2, False).update == 5 * 2e9
+    assert memory(wide, 1, 64, False).update == pytest.approx(4.5e9), "half a byte per weight is under way"
+    assert memory(wide, 2, 64, False).update == pytest.approx(4e9 + 4e9 / 64)
     assert held(1, False) == Memory(400, 0, 320, 120, 0, 40)
     assert held(2, False) == Memory(400, 0, 40, 120, 0, 40)
     assert held(3, True) == Memory(50, 320 + 80, 40, 120, 400, 2 * 320, wide=320)
     assert held(3, False) == Memory(50, 0, 40, 120, 400, 40)
-    assert held(1, True, offload=True) == Memory(400, 640, 0, 0, 0, 320 + 40, 0, 120 + 80 + 240, 120)
+    assert held(1, True, offload=True) == Memory(400, 640, 0, 0, 0, 320 + under_way, 0, 120 + 80 + 240, 120)
     assert held(1, False, offload=True) == Memory(400, 0, 320, 0, 0, 0, 0, 120 + 80 + 240, 0)
     assert held(3, True, offload=True) == Memory(50, 400, 0, 0, 400, 2 * 320, 0, 120 + 80, 120, wide=320)
     few = memory(WeightCounts(trainable=80, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
-    assert few.update == 320 + 8 * 70
+    assert few.update == 320 + 8 * 80
     huge = memory(WeightCounts(trainable=10**9, frozen=0, largest=70, moments=8, private=True), 0, 8, False)
-    assert huge.update == 4e9 + 2e9
+    assert huge.update == 4e9 + 8 * WEIGHED_AT_ONCE
     cost = RecordCost(1.0, 1.0, 1.0, 7.0, 3.0)
     assert held(3, True).peak(2, cost) == 610 + 640 and held(3, True).peak(90, cost, 1.0) == 610 + 400 + 990
     assert held(3, True).micro_batch(610 + 400 + 990, cost, 1.0) == 90 and held(3, True).stays == 610

@@ -80,8 +80,9 @@ class ReferenceClip:
                 for gradient in per_record.values():
                     gradient[broken] = 0.0
             for name, gradient in per_record.items():
+                own = factors[group_of[name]].to(gradient.dtype)  # gradients may be fp64 where the loss is not
                 for rows in stretches(len(gradient)):
-                    sums.add(name, torch.tensordot(factors[group_of[name], rows], gradient[rows], dims=1))
+                    sums.add(name, torch.tensordot(own[rows], gradient[rows], dims=1))
         whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
         return Clipped(losses, whole, factors.amin(0), rule.sensitivity)
 

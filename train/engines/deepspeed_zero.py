@@ -6,9 +6,9 @@ for exactly this rank's shard. There the exact total replaces it, after both wer
 that nothing is scaled, and that shards lie where the shard map says.
 
 For this, DeepSpeed is handed an ordinary gradient: by each rank its own total or, at stage 3, the part of the reduced
-total that lies in its shard. Handing over all of it would send every sum a second time. So at stages 1 and 2 the first
-step of an engine hands over all, which proves the map, and each later step one module, which take turns. At stage 0
-there is no map, and DeepSpeed reduces nothing.
+total that lies in its shard. Handing over all of it would send every sum a second time. So at stages 1 and 2 an engine
+hands over all until each parameter has had a sum that is not zero, which proves the map (the self-test has such a
+step), and then one module per step, which take turns. At stage 0 there is no map, and DeepSpeed reduces nothing.
 
 DeepSpeed can lose such a hook, or skip a step, without an error; therefore the hook demands a one-shot update and every
 step is checked afterwards.
@@ -17,7 +17,6 @@ step is checked afterwards.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,7 +135,7 @@ class DeepSpeedEngine:
                 deepspeed.zero.register_external_parameter(tap, parameter)
 
     def _begin(self, forward: PrivateForward, micro_batch: int) -> None:
-        self._hand_overs, self._handed_over = 0, frozenset(self.shapes)
+        self._turn, self._handed_over, self._unproven = 0, frozenset(self.shapes), set(self.shapes)
         fragments = [fragment for _, parts in self._layout.values() for fragment in parts]
         if self.partitioned:
             forward.begin(self.device, ShardedSums(self.shapes, fragments, self.ranks, micro_batch))
@@ -175,7 +174,7 @@ class DeepSpeedEngine:
         try:
             if isinstance(self._forward, PrivateForward):
                 self._hand_over(self._forward)
-            self._pending = update
+            self._pending, self._misplaced = update, []
             self._engine.step()
         finally:
             self._pending = None
@@ -188,11 +187,15 @@ class DeepSpeedEngine:
             forward.sharded_sums.reduce()
             self._engine.backward(self._engine())
             return
-        turn = self._hand_overs - 1 if self._hand_overs and self._zero.stage else None
+        turn = None if self._unproven or not self._zero.stage else self._turn
         self._engine.backward(self._engine(turn=turn))
-        self._handed_over = frozenset(self.shapes) if turn is None else forward.handover.tap_of(turn).names
-        self._whole_sums.reduce()
-        self._hand_overs += 1
+        not_zero = self._whole_sums.reduce()
+        if turn is None:
+            self._handed_over = frozenset(self.shapes)
+            self._unproven -= not_zero
+        else:
+            self._handed_over = forward.handover.tap_of(turn).names
+            self._turn += 1
 
     def discard(self) -> None:
         if isinstance(self._forward, PrivateForward):
@@ -227,31 +230,38 @@ class DeepSpeedEngine:
             sums = self._forward.sharded_sums if self.partitioned else self._whole_sums
             fragment.of(exact).copy_(sums.of(fragment))
         if self._zero.stage:
-            self._require_agreement(reduced, exact, fragments)
+            self._misplaced += self._disagreeing(reduced, exact, fragments)
         return exact
 
-    def _require_agreement(self, reduced: Tensor, exact: Tensor, fragments: list[Fragment]) -> None:
-        rounding = ROUNDING * float(exact.abs().max()) + torch.finfo(torch.float32).tiny
-        if not math.isfinite(rounding):
-            raise UpdateError("the sum of clipped gradients is not finite; the clip engine let a bad record through")
+    def _disagreeing(self, reduced: Tensor, exact: Tensor, fragments: list[Fragment]) -> list[str]:
+        """Parameters that were handed over, and of which DeepSpeed reduced another sum."""
+        found = []
+        rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
         for fragment in fragments:
             if fragment.name not in self._handed_over:
                 continue
             total = fragment.of(exact)
             apart = (fragment.of(reduced) - total).abs().max()
             if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
-                raise UpdateError(
-                    f"what DeepSpeed reduced for {fragment.name} is not the sum that was handed to it; its shards are "
-                    "not where the shard map says, or something scales gradients"
-                )
+                found.append(fragment.name)
+        return found
 
     def _check(self, update: Update) -> AppliedUpdate:
-        """Checks for what DeepSpeed may silently lose (the hook, the step, elements), and that weights are finite."""
+        """Checks for what DeepSpeed may silently lose (the hook, the step, elements) or misplace, and that weights are
+        finite. All ranks learn of it together: where one of them stopped before, the others would wait for it."""
         # Weights only: the padding behind them is memory that was never written.
         finite = all_finite(f.of(flat) for flat, parts in self._layout.values() for f in parts)
         applied = bool(self._engine.was_step_applied())
-        said = torch.tensor([update.elements, int(applied), int(finite)], device=self.device)
-        elements, steps, healthy = self.ranks.add(said).tolist()
+        said = torch.tensor(
+            [update.elements, int(applied), int(finite), len(self._misplaced)], device=self.device
+        )  # fmt: skip
+        elements, steps, healthy, misplaced = self.ranks.add(said).tolist()
+        if misplaced:
+            name = self._misplaced[0] if self._misplaced else "a parameter of another rank's shard"
+            raise UpdateError(
+                f"what DeepSpeed reduced for {name} is not the sum that was handed to it; its shards are not where the "
+                "shard map says, or something scales gradients"
+            )
         expected = self.trainable_elements * (self.ranks.world if self._zero.stage == 0 else 1)
         if elements != expected:
             raise UpdateError(f"{elements} of {expected} elements were finished; some got no noise, or got it twice")

@@ -3,8 +3,8 @@
 DeepSpeed ZeRO-1/2 keep one flat fp32 slice per parameter group and store the addresses on the parameters; ZeRO-3 splits
 every parameter into equal parts, one per rank, and puts a rank's parts into one flat tensor. The attributes are
 semi-private, so they are read only here and checked against the weights before anything uses them. (Two parameters
-with equal sizes and weights could still be confused; but the engine compares gradients at every step, and these
-differ.) Supported and tested: DeepSpeed 0.19.8 (the range is in pyproject.toml).
+with equal sizes and weights could still be confused; but the engine compares gradients, and these differ.) Supported
+and tested: DeepSpeed 0.19.8 (the range is in pyproject.toml).
 
 FSDP2 splits every parameter along its first dimension and moves no gradient of a private phase, so its map is verified
 once: each element gets a number, and the parameters that layers gather must contain these numbers in order.

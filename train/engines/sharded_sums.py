@@ -40,6 +40,8 @@ from murmuration.train.noise.update import UpdateError
 
 # ΣR above: how many slots the micro-batches of a window may have, those of earlier ones counted again with each later.
 MOST_SLOTS = int(WINDOW_ROUNDING / (4 * UNIT_ROUNDOFF))
+# Tolerance of the proof: of totals to which a thousand ranks may have added thousands of windows each.
+AGREEMENT = 1e-9
 
 
 def micro_batches_per_window(micro_batch: int) -> int | None:
@@ -159,7 +161,7 @@ class ShardedSums:
         found = torch.zeros_like(self._sent)
         for number, name in enumerate(self._shapes):
             if (fragment := self._fragments.get(name)) is not None:
-                found[:, number] = weighed(self._own[name], fragment.start, self._shapes[name].numel())
+                found[:, number] = weighed(self._own[name], fragment.start)
         left = (self._window.flat.count_nonzero() + (self._waiting is not None)).expand_as(found[0])
         differ = torch.full_like(found[0], not equal)
         said = self._replicas.add(self._ranks.add(torch.stack([*self._sent, found[0], left, differ])))
@@ -168,7 +170,7 @@ class ShardedSums:
         if bool(left.any()):
             raise UpdateError("a window of clipped gradients was not sent, or not emptied and would be added twice")
         # Every copy has the whole sum, so that all have it as often as there are copies.
-        require_sums(list(self._shapes), expected, size, found / self._replicas.world)
+        require_sums(list(self._shapes), expected, size, found / self._replicas.world, AGREEMENT)
         if bool(differ.any()):
             raise UpdateError("ranks with equal shards got different sums; collective operations are unreliable here")
 

@@ -31,18 +31,18 @@ class WholeSums:
         self._exchange = Exchange(shapes, sums.places, fragments, ranks) if sharded else None
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Adds up over the ranks, and proves it. Afterwards only this rank's pieces hold sums. Collective."""
-        if self._ranks.world == 1:
-            return
+    def reduce(self) -> frozenset[str]:
+        """Adds up over the ranks, and proves it. Afterwards only this rank's pieces hold sums. Returns the parameters
+        of which any rank had more than zeros: the same on all. Collective."""
         sent = weigh(self._sums.totals)
         if self._exchange is None:
             self._sums.reduce(self._ranks)
-        else:
+        elif self._ranks.world > 1:
             self._exchange.run(self._sums.flat, self._take)
         copies = 1 if self._exchange is not None else self._ranks.world
         expected, size, found = self._ranks.add(torch.stack([*sent, self._weighed()]))
         require_sums(list(self._shapes), expected, size, found / copies)
+        return frozenset(name for name, whole in zip(self._shapes, size.tolist(), strict=True) if whole > 0)
 
     def _take(self, arrived: Arrived) -> None:
         total = arrived.parts[0]
@@ -56,8 +56,7 @@ class WholeSums:
         held = {fragment.name: fragment for fragment in self._fragments}
         none = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         return torch.stack([
-            weighed(self.of(held[name]), held[name].start, shape.numel())[0] if name in held else none
-            for name, shape in self._shapes.items()
+            weighed(self.of(held[name]), held[name].start)[0] if name in held else none for name in self._shapes
         ])  # fmt: skip
 
     def of(self, fragment: Fragment) -> Tensor:

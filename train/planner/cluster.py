@@ -150,7 +150,7 @@ def _fsdp2_exchange(
 
 def _summing(weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int) -> float:
     """The fp64 totals go to the shards once, at stage 0 to all ranks; at stage 3, every window goes to the shards. Not
-    counted: the gradient that DeepSpeed reduces as evidence, whole in the first step and then a module in turn."""
+    counted: the gradient that DeepSpeed reduces as evidence, whole in the self-test and then a module in turn."""
     if stage == 0:
         return cluster.all_reduce_seconds(8.0 * weights.trainable)
     if stage < 3:

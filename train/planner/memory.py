@@ -180,7 +180,7 @@ def _gradients(stage: int, private: bool, whole: float, shard: float, offload: b
 
 
 def _update(stage: int, weights: WeightCounts, ranks: int, offload: bool) -> float:
-    """In a private phase, the gradient is handed over whole, in the first step at least; then each shard's exact fp64
+    """In a private phase, the gradient is handed over whole, in the self-test at least; then each shard's exact fp64
     total replaces the reduced gradient."""
     whole = 4.0 * weights.trainable
     shard = whole / ranks
