@@ -35,7 +35,7 @@ def _split(arguments: argparse.Namespace) -> int:
     index = open_index(arguments.index)
     count = index.records if arguments.unit is None else open_units(index, arguments.unit).count
     wanted = PublicSplit(count, fraction, arguments.unit)
-    public = public_share(count, fraction)
+    public = public_share(count, fraction, "record" if arguments.unit is None else "unit")
     wanted.freeze(index.folder)
     if (found := PublicSplit.frozen(index.folder)) != wanted:
         assert found is not None

@@ -48,7 +48,8 @@ class Request:
             raise InputError(f"{self.records} records, {self.per_shard} per shard: both must be at least 1")
         if not 8 <= self.size <= 1024:
             raise InputError(f"--size {self.size}: choose 8 to 1024 pixels")
-        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+        kind, _, number = self.device.partition(":")
+        if kind not in ("cpu", "cuda") or not (number.isdigit() or self.device == kind):
             raise InputError(f"--device {self.device}: choose cpu or cuda")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise InputError(f"--device {self.device}: PyTorch finds no GPU here; omit --device")
