@@ -129,6 +129,26 @@ def first_element(sums: WholeSums) -> None:
     sums._exchange.run = run
 
 
+def neighbours_swapped(sums: WholeSums) -> None:
+    assert sums._exchange is not None
+    real = sums._exchange.run
+
+    def run(flat: Tensor, take: Any) -> None:
+        if sums._ranks.rank == 1:
+            row = sums._sums.totals["table"][20]
+            row[2], row[3] = row[3].clone(), row[2].clone()
+        real(flat, take)
+
+    sums._exchange.run = run
+
+
+def through_fp32(sums: WholeSums) -> None:
+    """Sums that are rounded on their way lose what keeps a record's share within its bound."""
+    assert sums._exchange is not None
+    real = sums._exchange.run
+    sums._exchange.run = lambda flat, take: real(flat.copy_(flat.float()), take)
+
+
 def shifted(sums: WholeSums) -> None:
     assert sums._exchange is not None
     if sums._ranks.rank == 1:
@@ -145,7 +165,8 @@ def left_out(sums: WholeSums) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [(poisoned, "is not finite"), (scaled, "is not the sum over the ranks"),
-     (first_element, "is not the sum over the ranks"), (shifted, "is not the sum over the ranks"),
+     (first_element, "is not the sum over the ranks"), (neighbours_swapped, "is not the sum over the ranks"),
+     (through_fp32, "is not the sum over the ranks"), (shifted, "is not the sum over the ranks"),
      (left_out, "is not the sum over the ranks")],
 )  # fmt: skip
 def test_what_happens_to_a_sum_on_its_way_stops_every_rank(change: Callable[[WholeSums], None], message: str) -> None:
