@@ -194,9 +194,9 @@ def one_rank_lost(engine: FSDP2Engine) -> None:
         received[:own] = sent[first : first + own]
         return lambda: None
 
-    sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
-    sums._ranks = replace(engine.ranks)
-    object.__setattr__(sums._ranks, "swap", swap)
+    exchange = engine._forward.sums._exchange  # pyright: ignore[reportAttributeAccessIssue]
+    exchange._ranks = replace(engine.ranks)
+    object.__setattr__(exchange._ranks, "swap", swap)
 
 
 def twice_as_much(engine: FSDP2Engine) -> None:
@@ -216,7 +216,7 @@ def shifted(engine: FSDP2Engine) -> None:
 def wrong_slices(engine: FSDP2Engine) -> None:
     """Every rank sends what lies one element beside the other's shard."""
     sums = engine._forward.sums  # pyright: ignore[reportAttributeAccessIssue]
-    for parcel in sums._parcels:
+    for parcel in sums._exchange._parcels:
         first, *_ = parcel.stretches
         parcel.stretches[0] = slice(first.start + 1, first.stop + 1)
 
