@@ -77,7 +77,7 @@ def _plot(cases: Found, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     ways = {"graph_over_plain": ("o", "as a run does it"), "private_over_plain": ("x", "kernel by kernel")}
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(9, 4))
     for number, model in enumerate(dict.fromkeys(name.rsplit(" ", 1)[0] for name in cases)):
         for ratio, (marker, way) in ways.items():
             points = sorted(
@@ -92,7 +92,7 @@ def _plot(cases: Found, path: Path) -> None:
     axes.set(xscale="log", xlabel="records in the micro-batch", ylabel="private speed / plain speed, both eager")
     axes.set_ylim(bottom=0)
     axes.set_xscale("log", base=2)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
