@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
 from murmuration.data.index.public_split import SplitIndex, apart, public_share
+from murmuration.data.index.selection import Selection
+from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.index import SyntheticIndex
 
 
@@ -18,6 +24,43 @@ def test_the_parts_share_no_record_and_miss_none() -> None:
     assert len(public) == public_share(997, 0.1) == 100
     assert sorted(public + private) == list(range(997))
     assert public != sorted(public), "taken from all over the set"
+
+
+class Numbered:
+    """An index that answers with the number of the record that it was asked for."""
+
+    records, folder, shards, manifest_digest, excluded_digest = 20, Path("whole"), (), "whole", "excluded"
+
+    def left_out(self, record: int) -> int:
+        return record
+
+    def locate(self, record: int) -> tuple[int, int, int]:
+        return record, record, record
+
+    def owner(self, record: int) -> str:
+        return str(record)
+
+    def members(self, record: int, raw: bytes) -> dict[str, bytes]:
+        return {"png": str(record).encode() + raw}
+
+    def check_unchanged(self, *, contents: bool = False) -> None:
+        raise ShardError(f"changed, contents {contents}")
+
+
+def test_what_a_view_says_of_a_record_is_what_the_whole_set_says_of_it() -> None:
+    """Excluded records above all: under another number, an excluded one would be trained on."""
+    whole: Any = Numbered()
+    views: list[Any] = [SplitIndex(whole, 0.5, False), Selection(whole, np.array([7, 3, 19]))]
+    for view in views:
+        assert (view.folder, view.shards, view.excluded_digest) == (Path("whole"), (), "excluded")
+        originals = [view.original(record) for record in range(view.records)]
+        assert originals != list(range(view.records))
+        for record, number in enumerate(originals):
+            assert view.left_out(record) == number and view.owner(record) == str(number)
+            assert view.locate(record) == (number, number, number)
+            assert view.members(record, b"!") == {"png": f"{number}!".encode()}
+        with pytest.raises(ShardError, match="contents True"):
+            view.check_unchanged(contents=True)
 
 
 def test_sets_that_differ_in_their_contents_alone_are_cut_alike() -> None:

@@ -192,9 +192,9 @@ def added_up_elsewhere(engine: DeepSpeedEngine) -> None:
 
 
 def confused(engine: DeepSpeedEngine) -> None:
-    """The map takes two parameters of equal sizes for each other."""
+    """The map takes two parameters of equal sizes for each other: of each shard the last, whose turn comes late."""
     for flat, parts in engine._layout.values():
-        for one, other in pairwise(parts):
+        for one, other in pairwise(reversed(parts)):
             if one.length == other.length and one.name != other.name:
                 rest = [part for part in parts if part not in (one, other)]
                 swapped = [replace(one, position=other.position), replace(other, position=one.position)]

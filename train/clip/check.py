@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from murmuration.accounting.escaping import first_line
 from murmuration.model.safety import zeros_filled
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
@@ -139,7 +140,7 @@ def _in_fp32(
         wide, exact = _in_fp64(clip, reference, inputs, only, single)
     except Exception as error:
         # Whatever it is (a model that has no copy or insists on fp32, no memory), other ranks wait in the next record.
-        return replace(apart, why=f"; it could not be repeated in fp64: {type(error).__name__}: {error}")
+        return replace(apart, why=f"; it could not be repeated in fp64: {first_line(error)}")
     amplified = min(MOST_AMPLIFIED, AMPLIFIED * _share(_distance(expected, exact), _size(exact)))
     return wide if apart.gradient <= amplified else apart
 

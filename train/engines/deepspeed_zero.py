@@ -2,8 +2,8 @@
 
 Clipped gradients are totalled in fp64 outside DeepSpeed; `WholeSums` and `ShardedSums` add them up over the ranks and
 prove it. The noise enters through a step pre-hook on our optimizer, which sees the fp32 gradient that DeepSpeed reduced
-for exactly this rank's shard. There the exact total replaces it, after both were found to agree: independent evidence
-that nothing is scaled, and that shards lie where the shard map says.
+for exactly this rank's shard. There the exact total replaces it. Both must agree, or the step ends the run: independent
+evidence that nothing is scaled, and that shards lie where the shard map says.
 
 For this, DeepSpeed is handed an ordinary gradient: by each rank its own total or, at stage 3, the part of the reduced
 total that lies in its shard. Handing over all of it would send every sum a second time. So at stages 1 and 2 an engine
