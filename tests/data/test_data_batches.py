@@ -242,11 +242,12 @@ def test_iterate_reads_ahead_and_passes_errors_on(small_set: ShardIndex) -> None
 
 
 def test_iterate_can_be_left_early(small_set: ShardIndex) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # those of other tests may end meanwhile: no count
     batches = iterate(_reader(small_set), np.arange(25).reshape(25, 1), 0)
     next(batches)
+    assert set(threading.enumerate()) - before, "it reads ahead in threads of its own"
     batches.close()  # pyright: ignore[reportAttributeAccessIssue]
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 def test_keys_are_demanded(small_set: ShardIndex) -> None:
