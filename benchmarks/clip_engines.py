@@ -21,7 +21,7 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.clip.sums import Float32Sums, trainable_shapes
+from murmuration.train.clip.sums import ExactSums, Float32Sums, trainable_shapes
 
 
 class Contender(Protocol):
@@ -84,15 +84,21 @@ class OwnEngine:
         use_fused(self.model, True)
         self.clip = self.engine(ClipRule("flat", bound, 0.0))
         self.clip.prepare(self.model)
-        self.sums = Float32Sums(trainable_shapes(self.model))
+        self.sums = self.totals_of(trainable_shapes(self.model))
+        self.present = torch.ones(0, dtype=torch.bool)
+
+    def totals_of(self, shapes: Mapping[str, torch.Size]) -> Float32Sums | ExactSums:
+        """In fp32, as all that are compared."""
+        return Float32Sums(shapes)
 
     def engine(self, rule: ClipRule) -> ClipEngine:
         return BookKeepingClip(rule, "bf16" if self.bf16 else "fp32")
 
     def step(self, inputs: Inputs) -> None:
-        first = next(iter(inputs.values()))
-        present = torch.ones(len(first), dtype=torch.bool, device=first.device)
-        self.clip.add_clipped(self.model, inputs, present, self.sums)
+        records = len(next(iter(inputs.values())))
+        if records != len(self.present):  # a loader makes it, beside the step
+            self.present = torch.ones(records, dtype=torch.bool, device=next(iter(inputs.values())).device)
+        self.clip.add_clipped(self.model, inputs, self.present, self.sums)
 
     def totals(self) -> dict[str, Tensor]:
         return dict(self.sums.totals)
@@ -109,6 +115,15 @@ class OwnFaster(OwnEngine):
 
     def engine(self, rule: ClipRule) -> ClipEngine:
         return BookKeepingClip(rule, "bf16" if self.bf16 else "fp32", hold=1.6)
+
+
+class OwnExact(OwnEngine):
+    """As runs of one rank add up: to fp64 totals, which takes time where a step has few records for its weights."""
+
+    note = "totals in fp64, as in a run"
+
+    def totals_of(self, shapes: Mapping[str, torch.Size]) -> ExactSums:
+        return ExactSums(shapes, next(self.model.parameters()).device)
 
 
 class Reference(OwnEngine):
@@ -227,6 +242,7 @@ ENGINES: Mapping[str, Callable[[Weights, float, bool], Contender]] = {
     BASELINE: NonPrivate,
     "ours": OwnEngine,
     "ours_faster": OwnFaster,
+    "ours_exact": OwnExact,
     "reference_vmap": Reference,
     "opacus": Opacus,
     "opacus_ghost": OpacusGhost,

@@ -44,7 +44,8 @@ class Float64Sums:
     def add(self, name: str, value: Tensor) -> None:
         self.totals[name] += value.detach().double()
 
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
+        del at_once
         product = left.detach().double().t() @ right.detach().double()
         self.totals[name] += product.view_as(self.totals[name])
 

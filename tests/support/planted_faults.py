@@ -317,5 +317,5 @@ class _Times:
     def add(self, name: str, value: Tensor) -> None:
         self.sums.add(name, value * self.factor)
 
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        self.sums.add_product(name, left.float() * self.factor, right.float())
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
+        self.sums.add_product(name, left.float() * self.factor, right.float(), at_once)

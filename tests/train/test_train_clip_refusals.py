@@ -65,7 +65,7 @@ class _Nowhere:
     def add(self, name: str, value: Tensor) -> None:
         raise AssertionError(f"{name} was added to, although the model is refused")
 
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
         raise AssertionError(f"{name} was added to, although the model is refused")
 
 

@@ -97,6 +97,52 @@ def test_a_micro_batch_in_stretches_is_the_whole_one(records: int, kind: str) ->
     assert torch.allclose(sums.totals["w"], expected, rtol=1e-5, atol=1e-5)
 
 
+class Asked:
+    """Sums that only note over how many rows a product may be."""
+
+    def __init__(self) -> None:
+        self.products: list[tuple[int, int | None]] = []
+
+    def add(self, name: str, value: Tensor) -> None:
+        raise AssertionError(f"{name} is a product")
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
+        assert len(left) == len(right)
+        self.products.append((len(left), at_once))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "half", "wide", "narrow"])
+def test_no_product_is_over_more_than_a_stretch(kind: str, masked: bool, rows: int) -> None:
+    """However many stretches have their operands scaled together."""
+    records, tokens = 1000, 3 if kind == "narrow" else 1
+    pieces: dict[str, PerRecordGradient] = {
+        "dense": Dense("w", torch.ones(records, 2)),
+        "half": Dense("w", torch.ones(records, 2, dtype=torch.bfloat16)),
+        "wide": OuterProduct("w", torch.ones(records, 1, 999), torch.ones(records, 1, 888), torch.Size((999, 888))),
+        "narrow": OuterProduct("w", torch.ones(records, 3, 2), torch.ones(records, 3, 4), torch.Size((2, 4))),
+    }
+    asked = Asked()
+    keep = torch.ones(records, dtype=torch.bool) if masked else None
+    add_in_stretches(pieces[kind], ClipWeights(torch.ones(records), keep), asked, rows)
+    assert sum(taken for taken, _ in asked.products) == records * tokens
+    assert {at_once for _, at_once in asked.products} == {RECORDS_AT_ONCE // rows * tokens}
+    together = kind == "wide" or (kind == "dense" and not masked)
+    assert (len(asked.products) < records * rows / RECORDS_AT_ONCE) == together
+
+
+def test_the_product_of_each_stretch_is_added_in_fp64() -> None:
+    draw = torch.Generator().manual_seed(4)
+    left, right = torch.randn(300, 70, generator=draw), torch.randn(300, 50, generator=draw)
+    sums, expected = ExactSums({"w": torch.Size((70, 50))}, CPU), torch.zeros(70, 50, dtype=torch.float64)
+    for start in (0, 128, 256):
+        expected += product(left[start : start + 128], right[start : start + 128])
+    sums.add_product("w", left, right, 128)
+    assert torch.equal(sums.totals["w"], expected)
+    assert not torch.equal(product(left, right).double(), expected)
+
+
 def test_two_thousand_micro_batches_err_by_less_than_a_thousandth_of_c() -> None:
     """Against the same fp32 products added up without any rounding (math.fsum)."""
     generator = torch.Generator().manual_seed(5)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from murmuration.train.clip.per_record import (
     lengths_of_stretches,
     wide,
 )
-from murmuration.train.clip.rule import ClipError, stretches
+from murmuration.train.clip.rule import ClipError, stretch, stretches
 from murmuration.train.clip.standardised import FEWER, ViaStandardisation
 from murmuration.train.clip.sums import SMALL, WIDEST_SPAN, GradientSums, OnlyIf, SpanSums, products_into
 
@@ -38,6 +38,8 @@ from murmuration.train.clip.sums import SMALL, WIDEST_SPAN, GradientSums, OnlyIf
 SMALLEST, LARGEST = 1e-24, 1e24
 # Relative rounding error of the elements of a bf16 operand that carries the clip factor.
 BF16_ROUNDING = 2.0**-8
+
+Piece = TypeVar("Piece", bound=PerRecordGradient)
 
 
 @dataclass
@@ -62,7 +64,19 @@ class Terms:
 
 
 def by_pairs(terms: list[Tensor], none: Tensor) -> Tensor:
+    if len(terms) == 1:
+        return terms[0]
     return _halved(torch.stack(terms)) if terms else none
+
+
+def _as_rows(of_groups: Sequence[Tensor]) -> Tensor:
+    """[groups, B]"""
+    return of_groups[0].unsqueeze(0) if len(of_groups) == 1 else torch.stack(list(of_groups))
+
+
+def _in_every(groups: Tensor) -> Tensor:
+    """[groups, B] -> [B]: whether it holds in all of them."""
+    return groups[0] if len(groups) == 1 else groups.all(0)
 
 
 def _halved(rows: Tensor) -> Tensor:
@@ -191,12 +205,12 @@ class NormAccumulator:
             self._measure(name)
         self._join_small()
         found = [terms.added(self._none) for terms in self._terms]
-        squares, doubts, roundings = (torch.stack(each) for each in zip(*found, strict=True))
+        squares, doubts, roundings = map(_as_rows, zip(*found, strict=True))
         # Comparisons with NaN are false, and an infinite doubt exceeds any norm in range.
         sure = (squares > SMALLEST) & (squares < LARGEST) & (doubts <= TOLERANCE * squares)
-        doubtful = (eligible & ~sure).any(0)
+        doubtful = eligible & ~_in_every(sure)
         norms = self._norms(squares, roundings)
-        finite = (norms < math.inf).all(0)
+        finite = _in_every(norms < math.inf)
         self.keep = eligible & finite
         if self._defer:
             # Where every norm is finite, so are all operands, and factors of 0 suffice to leave a record out.
@@ -208,13 +222,15 @@ class NormAccumulator:
         if not self._keeps_all and bool(doubtful.any()):
             self.doubtful = doubtful
             rows = self.doubtful.nonzero().squeeze(1)
+            # Copies, since these may be one tensor: the empty sum.
+            squares, roundings = squares.clone(), roundings.clone()
             squares[:, rows] = 0.0
             roundings[:, rows] = 0.0
             for name in self._pieces:
                 for part, written in self._written(name, rows):
                     squares[self._group_of[name], part] += squared(written)
             norms = self._norms(squares, roundings)
-            self.keep = eligible & (norms < math.inf).all(0)
+            self.keep = eligible & _in_every(norms < math.inf)
         return norms
 
     def _norms(self, squares: Tensor, roundings: Tensor) -> Tensor:
@@ -315,7 +331,7 @@ def _is_small(piece: PerRecordGradient) -> bool:
     return isinstance(piece, Dense) and piece.elements <= SMALL and piece.dtype == torch.float32
 
 
-def _is_product(piece: PerRecordGradient) -> bool:
+def _is_product(piece: PerRecordGradient) -> TypeGuard[OuterProduct | Dense]:
     """Whether its weighted sum is one product in fp32."""
     if isinstance(piece, OuterProduct) and piece.sparse:
         return False
@@ -324,14 +340,25 @@ def _is_product(piece: PerRecordGradient) -> bool:
 
 def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: GradientSums, rows: int = 1) -> None:
     """Adds each stretch's sum to the totals separately (`rounding_allowance`)."""
-    if isinstance(piece, ViaStandardisation):
-        rows *= FEWER
-    parts = stretches(piece.records, rows)
-    if len(parts) == 1:
-        piece.add_weighted(weights, sums)
+    at_once = stretch(rows * FEWER if isinstance(piece, ViaStandardisation) else rows)
+    if not _is_product(piece):
+        for own, chosen in _in_parts(piece, weights, at_once):
+            own.add_weighted(chosen, sums)
         return
-    for part in parts:
-        piece.part(part).add_weighted(weights.part(part), sums)
+    # Operands of several stretches are scaled together, where that takes no more memory than the product.
+    together = max(1, piece.elements // max(1, at_once * piece.copied(weights)))
+    for own, chosen in _in_parts(piece, weights, at_once * together):
+        sums.add_product(piece.name, *own.operands(chosen), at_once * piece.tokens)
+
+
+def _in_parts(piece: Piece, weights: ClipWeights, records: int) -> Iterator[tuple[Piece, ClipWeights]]:
+    """The piece with its factors, so many records at a time."""
+    if piece.records <= records:
+        yield piece, weights
+        return
+    for start in range(0, piece.records, records):
+        part = slice(start, start + records)
+        yield piece.part(part), weights.part(part)
 
 
 def _only_written(piece: PerRecordGradient) -> bool:

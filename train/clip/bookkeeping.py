@@ -149,7 +149,8 @@ class BookKeepingClip:
             LAYER_RULES,
             fallback,
         )
-        losses = self._run(model, inputs, tracker)
+        with uncompiled():
+            losses = self._run(model, inputs, tracker)
         with torch.no_grad():
             losses = losses.detach()
             eligible = present & (losses.abs() < math.inf)
@@ -167,7 +168,7 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
-        with uncompiled(), tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
+        with tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = slot_losses(model, inputs, tracker.records)
         if losses.shape != (tracker.records,):
             raise ClipError(
@@ -180,7 +181,7 @@ class BookKeepingClip:
         tracker.counting = False
         seed = torch.full_like(losses, self._scale)
         # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be watched.
-        with uncompiled(), tracker:
+        with tracker:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         return losses
 
@@ -204,8 +205,7 @@ def uncompiled() -> AbstractContextManager[object]:
 
 
 def _refuse_unused(tracker: ParameterTracker) -> None:
-    unused = sorted(tracker.parameters.keys() - tracker.used.keys())
-    if unused:
+    if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise ClipError(
             f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out reentrant "

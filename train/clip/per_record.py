@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class ClipWeights:
         return self.factors.view(len(value), *[1] * (value.dim() - 1))
 
     def part(self, rows: slice) -> ClipWeights:
-        return replace(self, factors=self.factors[rows], keep=None if self.keep is None else self.keep[rows])
+        return ClipWeights(self.factors[rows], None if self.keep is None else self.keep[rows], self.rounded)
 
     def mask(self, value: Tensor) -> Tensor:
         if self.keep is None:
@@ -126,7 +126,7 @@ class PerRecordGradient(Protocol):
         """[chosen records, *shape of the parameter]"""
         ...
 
-    def part(self, rows: slice) -> PerRecordGradient:
+    def part(self, rows: slice) -> Self:
         """The piece of only these records."""
         ...
 
@@ -160,8 +160,17 @@ class Dense:
     def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         return self.value[rows].to(dtype)
 
+    @property
+    def tokens(self) -> int:
+        """Rows of the operands for each record."""
+        return 1
+
+    def copied(self, weights: ClipWeights) -> int:
+        """Elements per record of what `operands` copies."""
+        return 0 if weights.keep is None and self.dtype == wide(self.dtype) else self.elements
+
     def part(self, rows: slice) -> Dense:
-        return replace(self, value=self.value[rows])
+        return Dense(self.name, self.value[rows])
 
     def spread(self) -> Tensor:
         return squared_length(flat(self.value))
@@ -249,8 +258,12 @@ class OuterProduct:
             written = self.left[rows].to(dtype).transpose(1, 2) @ self.right[rows].to(dtype)
         return written.view(-1, *self.shape)
 
+    def copied(self, weights: ClipWeights) -> int:
+        """Elements per record of what `operands` copies."""
+        return self.tokens * (min(self.rows, self.columns) if weights.keep is None else self.rows + self.columns)
+
     def part(self, rows: slice) -> OuterProduct:
-        return replace(self, left=self.left[rows], right=self.right[rows])
+        return OuterProduct(self.name, self.left[rows], self.right[rows], self.shape)
 
     def spread(self) -> Tensor:
         lengths = squared_length(self.right)

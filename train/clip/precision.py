@@ -16,6 +16,8 @@ LOSS_SCALE: dict[Precision, float] = {"fp32": 1.0, "bf16": 1.0, "fp16": 2.0**12}
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Whatever the caller's autocast, which would round norms and sums."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 

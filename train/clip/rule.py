@@ -55,8 +55,13 @@ def rounding_allowance(micro_batch: int) -> float:
 
 def stretches(records: int, rows: int = 1) -> list[slice]:
     """Cuts a micro-batch into parts that may be added up in fp32, of records that have several rows each."""
-    at_once = max(1, RECORDS_AT_ONCE // rows)
+    at_once = stretch(rows)
     return [slice(start, min(start + at_once, records)) for start in range(0, records, at_once)]
+
+
+def stretch(rows: int = 1) -> int:
+    """How many records of so many rows may be added up in fp32."""
+    return max(1, RECORDS_AT_ONCE // rows)
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,13 @@ class ClipRule:
             raise ClipError(str(error)) from None
 
     def _factors(self, norms: Tensor, bound: float | Tensor, dtype: torch.dtype) -> Tensor:
-        factors = (bound / norms).clamp(max=1.0) if self.kind == "flat" else bound / (norms + self.gamma)
         # Every comparison with NaN is false; an infinite norm gives factor 0, which is below the smallest.
-        usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
+        if self.kind == "flat":
+            factors = (bound / norms).clamp(max=1.0)
+            usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny)
+        else:
+            factors = bound / (norms + self.gamma)
+            usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
         return torch.where(usable, factors, 0.0).to(dtype)
 
     def fact(self, scales: str | None = None) -> ClippingFact:

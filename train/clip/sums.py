@@ -5,7 +5,7 @@ The clip engine does not know how totals are stored or how they reach the sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -35,10 +35,11 @@ class GradientSums(Protocol):
         """`value` has the shape of the parameter and fp32 or better precision."""
         ...
 
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
         """Adds leftᵀ @ right, computed with fp32 accumulation, to the parameter seen as [rows, columns].
 
-        `left` is [k, rows], `right` is [k, columns]; operands may be bf16, the product is in fp32.
+        `left` is [k, rows], `right` is [k, columns]; operands may be bf16, the product is in fp32. With `at_once`, each
+        product is over so many of the k at most, and what they give is added one after the other.
         """
         ...
 
@@ -73,10 +74,6 @@ class FlatSums:
     def add(self, name: str, value: Tensor) -> None:
         require_wide(name, value)
         self.totals[name].add_(value)
-
-    @torch.no_grad()
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        self.add(name, product(left, right).view_as(self.totals[name]))
 
     def spans(self, names: Collection[str], parts: int) -> list[list[str]]:
         found: list[list[str]] = []
@@ -133,6 +130,15 @@ class ExactSums(FlatSums):
     def __init__(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
         super().__init__(shapes, device, torch.float64)
 
+    @torch.no_grad()
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
+        total = self.totals[name].view(left.shape[1], right.shape[1])
+        own: Tensor | None = None
+        for part in cut(left, right, at_once):
+            # In the memory of the one before, which is still in the caches.
+            own = product(*part, own)
+            total.add_(own)
+
     def reduce(self, ranks: Ranks) -> None:
         """Sums over all ranks, in one collective."""
         ranks.add(self._flat)
@@ -166,12 +172,14 @@ class Float32Sums:
                 self.add(name, part.view(self._shapes[name]))
 
     @torch.no_grad()
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        total = self._total(name, left.device).view(left.shape[-1], right.shape[-1])
-        if left.dtype == right.dtype == torch.float32:
-            total.addmm_(left.t(), right)
-        else:
-            total.add_(product(left, right))
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
+        total = self._total(name, left.device).view(left.shape[1], right.shape[1])
+        in_place = left.dtype == right.dtype == torch.float32
+        for part in cut(left, right, at_once):
+            if in_place:
+                total.addmm_(part[0].t(), part[1])
+            else:
+                total.add_(product(*part))
 
 
 class OnlyIf:
@@ -183,8 +191,8 @@ class OnlyIf:
     def add(self, name: str, value: Tensor) -> None:
         self._sums.add(name, _or_nothing(value, self._ordinary))
 
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        self._sums.add_product(name, _or_nothing(left, self._ordinary), _or_nothing(right, self._ordinary))
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
+        self._sums.add_product(name, _or_nothing(left, self._ordinary), _or_nothing(right, self._ordinary), at_once)
 
 
 def _or_nothing(value: Tensor, only_if: Tensor | None) -> Tensor:
@@ -212,13 +220,21 @@ def trainable_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """leftᵀ @ right, accumulated and returned in fp32 (fp64 stays fp64), whatever the operands' types."""
+def cut(left: Tensor, right: Tensor, at_once: int | None) -> Iterable[tuple[Tensor, Tensor]]:
+    """The operands of products over at most so many of the rows."""
+    if at_once is None or len(left) <= at_once:
+        return ((left, right),)
+    return zip(left.split(at_once), right.split(at_once), strict=True)
+
+
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """leftᵀ @ right, accumulated and returned in fp32 (fp64 stays fp64), whatever the operands' types; in the memory of
+    `out`, if that is given."""
     if left.dtype == right.dtype and left.dtype in (torch.float32, torch.float64):
-        return left.t() @ right
+        return torch.mm(left.t(), right, out=out)
     if left.is_cuda and left.dtype == right.dtype:
-        return torch.mm(left.t(), right, out_dtype=torch.float32)
-    return left.float().t() @ right.float()
+        return torch.mm(left.t(), right, out_dtype=torch.float32, out=out)
+    return torch.mm(left.float().t(), right.float(), out=out)
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from murmuration.train.clip.rule import UNIT_ROUNDOFF, WINDOW_ROUNDING, ClipError
-from murmuration.train.clip.sums import FlatSums, product, require_wide
+from murmuration.train.clip.sums import FlatSums, cut, product, require_wide
 from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import Fragment
@@ -103,8 +103,9 @@ class ShardedSums:
         self._settle()
         self._waiting = (name, value)
 
-    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
-        self.add(name, product(left, right).view(self._shapes[name]))
+    def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
+        for part in cut(left, right, at_once):
+            self.add(name, product(*part).view(self._shapes[name]))
 
     def spans(self, names: Collection[str], parts: int) -> list[list[str]]:
         return self._window.spans(names, parts)
