@@ -65,6 +65,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     figure, axes = plt.subplots(2, len(results), figsize=(4.2 * len(results), 6), squeeze=False)
     for column, result in enumerate(results):
@@ -80,7 +81,12 @@ def plot(results: Sequence[Result], path: Path) -> None:
                 axis.set_title(result["model"])
             if max((row[key] for row in shown), default=1) > 5:
                 axis.set_xscale("log")
-            axis.margins(x=0.25)
+                # Of less than two decades, the axis would name numbers between them, one over the other.
+                axis.xaxis.set_minor_formatter(NullFormatter())
+                axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+                axis.set_xlim(0.5, 5 * max(row[key] for row in shown))
+            else:
+                axis.margins(x=0.25)
             axis.set_xlabel(f"{label} / non-private")
     axes[0][0].legend(loc="lower right", fontsize=7)
     figure.tight_layout()
