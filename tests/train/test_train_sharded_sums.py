@@ -14,7 +14,7 @@ from murmuration.train.clip.accumulator import add_in_stretches
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.per_record import ClipWeights, Dense
 from murmuration.train.clip.rule import WINDOW_ROUNDING, ClipError, ClipRule, rounding_allowance
-from murmuration.train.clip.sums import ExactSums, FlatSums
+from murmuration.train.clip.sums import ExactSums, FlatSums, product
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines import exchange, sharded_sums
@@ -136,6 +136,19 @@ def test_unequal_micro_batches_share_a_window_as_far_as_it_goes_and_larger_ones_
     wide.begin_micro_batch(10 * MOST_SLOTS)
     assert micro_batches_per_window(MOST_SLOTS + 1) is None
     assert wide._window.flat.dtype == torch.float64
+
+
+def test_the_product_of_each_stretch_is_added_in_fp64() -> None:
+    draw, shapes = torch.Generator().manual_seed(4), {"w": torch.Size((70, 50))}
+    left, right = torch.randn(300, 70, generator=draw), torch.randn(300, 50, generator=draw)
+    expected = torch.zeros(70, 50, dtype=torch.float64)
+    for start in (0, 128, 256):
+        expected += product(left[start : start + 128], right[start : start + 128])
+    sums = ShardedSums(shapes, pieces(0, 1, shapes), Alone(CPU), MOST_SLOTS + 1)  # with a window in fp64
+    sums.begin_micro_batch(300)
+    sums.add_product("w", left, right, 128)
+    sums.reduce()
+    assert torch.equal(sums.of(pieces(0, 1, shapes)[0]).view(70, 50), expected)
 
 
 def aligned(factors: Tensor, rows: Sequence[Tensor], micro_batch: int) -> tuple[Tensor, Tensor]:

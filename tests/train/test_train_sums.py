@@ -12,9 +12,16 @@ from torch import Tensor, nn
 
 from murmuration.train.clip import sums as sums_of
 from murmuration.train.clip.accumulator import add_in_stretches
-from murmuration.train.clip.per_record import ClipWeights, Dense, OuterProduct, PerRecordGradient, Recomputed
-from murmuration.train.clip.rule import FACTOR_ROUNDING, RECORDS_AT_ONCE, ClipRule, rounding_allowance
-from murmuration.train.clip.sums import ExactSums, Float32Sums, product, products
+from murmuration.train.clip.per_record import (
+    ClipWeights,
+    Dense,
+    OuterProduct,
+    PerRecordGradient,
+    Recomputed,
+    ViaReparametrisation,
+)
+from murmuration.train.clip.rule import FACTOR_ROUNDING, RECORDS_AT_ONCE, ClipRule, rounding_allowance, stretches
+from murmuration.train.clip.sums import ExactSums, Float32Sums, OnlyIf, product, products
 from murmuration.train.engines.gradient_injection import GradientInjector
 from tests.support.train_helpers import on_ranks, plan_for
 
@@ -98,13 +105,14 @@ def test_a_micro_batch_in_stretches_is_the_whole_one(records: int, kind: str) ->
 
 
 class Asked:
-    """Sums that only note over how many rows a product may be."""
+    """Sums that only note over how many rows a product may be, and how often something else is added."""
 
     def __init__(self) -> None:
         self.products: list[tuple[int, int | None]] = []
+        self.others = 0
 
     def add(self, name: str, value: Tensor) -> None:
-        raise AssertionError(f"{name} is a product")
+        self.others += 1
 
     def add_product(self, name: str, left: Tensor, right: Tensor, at_once: int | None = None) -> None:
         assert len(left) == len(right)
@@ -113,33 +121,77 @@ class Asked:
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "half", "wide", "narrow"])
+@pytest.mark.parametrize("kind", ["dense", "half", "wide", "many tokens", "narrow"])
 def test_no_product_is_over_more_than_a_stretch(kind: str, masked: bool, rows: int) -> None:
-    """However many stretches have their operands scaled together."""
-    records, tokens = 1000, 3 if kind == "narrow" else 1
-    pieces: dict[str, PerRecordGradient] = {
-        "dense": Dense("w", torch.ones(records, 2)),
-        "half": Dense("w", torch.ones(records, 2, dtype=torch.bfloat16)),
-        "wide": OuterProduct("w", torch.ones(records, 1, 999), torch.ones(records, 1, 888), torch.Size((999, 888))),
-        "narrow": OuterProduct("w", torch.ones(records, 3, 2), torch.ones(records, 3, 4), torch.Size((2, 4))),
-    }
+    """However many stretches share a call. They do where operands are smaller than the product, and whether some record
+    is left out or not, which nobody may see from how the others are added."""
+    records, tokens = 1000, {"many tokens": 4, "narrow": 3}.get(kind, 1)
+    left, right, shape = {
+        "wide": (999, 888, torch.Size((999, 888))), "many tokens": (700, 600, torch.Size((700, 600))),
+        "narrow": (2, 4, torch.Size((2, 4))),
+    }.get(kind, (1, 1, torch.Size((2,))))  # fmt: skip
+    piece = OuterProduct("w", torch.ones(records, tokens, left), torch.ones(records, tokens, right), shape)
+    written = torch.ones(records, 2, dtype=torch.bfloat16 if kind == "half" else torch.float32)
     asked = Asked()
     keep = torch.ones(records, dtype=torch.bool) if masked else None
-    add_in_stretches(pieces[kind], ClipWeights(torch.ones(records), keep), asked, rows)
-    assert sum(taken for taken, _ in asked.products) == records * tokens
+    add_in_stretches(
+        Dense("w", written) if kind in ("dense", "half") else piece, ClipWeights(torch.ones(records), keep), asked, rows
+    )
+    assert sum(taken for taken, _ in asked.products) == records * tokens and not asked.others
     assert {at_once for _, at_once in asked.products} == {RECORDS_AT_ONCE // rows * tokens}
-    together = kind == "wide" or (kind == "dense" and not masked)
-    assert (len(asked.products) < records * rows / RECORDS_AT_ONCE) == together
+    several = {("wide", 1): 3, ("wide", 4): 14, ("many tokens", 4): 2}
+    together = several.get((kind, rows), 1) * RECORDS_AT_ONCE // rows
+    assert max(taken for taken, _ in asked.products) == together * tokens
+
+
+@pytest.mark.parametrize("kind", ["embedding", "function", "fp64", "reparametrised"])
+def test_nor_is_anything_else_that_is_added_up_in_fp32(kind: str) -> None:
+    records, draw = 300, torch.Generator().manual_seed(3)
+    left, right = torch.randn(records, 5, 4, generator=draw), torch.randn(records, 5, 3, generator=draw)
+    leaf = torch.ones(4, 3, requires_grad=True)
+    shape = leaf.shape
+    pieces: dict[str, PerRecordGradient] = {
+        "embedding": OuterProduct("w", torch.randint(0, 4, (records, 5), generator=draw), right, shape),
+        "function": Recomputed(
+            "w", (left,), right, shape, lambda x, g: x[0].transpose(1, 2) @ g,
+            lambda x, g: (x[0].transpose(1, 2) @ g).sum(0),
+        ),
+        "fp64": OuterProduct("w", left.double(), right.double(), shape),
+        "reparametrised": ViaReparametrisation("w", OuterProduct("", left, right, shape), 2 * leaf, leaf),
+    }  # fmt: skip
+    asked = Asked()
+    add_in_stretches(pieces[kind], ClipWeights(torch.ones(records, dtype=pieces[kind].dtype), None), asked)
+    tokens = 5 if kind == "fp64" else 1
+    assert asked.others == (3 if kind in ("embedding", "function") else 0)
+    assert [taken for taken, _ in asked.products] == ([] if asked.others else [128 * tokens, 128 * tokens, 44 * tokens])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_stretches_that_share_a_call_keep_their_own_factors(masked: bool, rows: int) -> None:
+    """Bit by bit what each stretch adds alone."""
+    records, draw = 1000, torch.Generator().manual_seed(9)
+    left, right = torch.randn(records, 2, 700, generator=draw), torch.randn(records, 2, 900, generator=draw)
+    piece, shapes = OuterProduct("w", left, right, torch.Size((700, 900))), {"w": torch.Size((700, 900))}
+    keep = torch.rand(records, generator=draw) < 0.9 if masked else None
+    weights = ClipWeights(torch.rand(records, generator=draw), keep)
+    found, expected = ExactSums(shapes, CPU), ExactSums(shapes, CPU)
+    add_in_stretches(piece, weights, found, rows)
+    for part in stretches(records, rows):
+        piece.part(part).add_weighted(weights.part(part), expected)
+    assert torch.equal(found.totals["w"], expected.totals["w"])
 
 
 def test_the_product_of_each_stretch_is_added_in_fp64() -> None:
-    draw = torch.Generator().manual_seed(4)
+    draw, shapes = torch.Generator().manual_seed(4), {"w": torch.Size((70, 50))}
     left, right = torch.randn(300, 70, generator=draw), torch.randn(300, 50, generator=draw)
-    sums, expected = ExactSums({"w": torch.Size((70, 50))}, CPU), torch.zeros(70, 50, dtype=torch.float64)
+    expected = torch.zeros(70, 50, dtype=torch.float64)
     for start in (0, 128, 256):
         expected += product(left[start : start + 128], right[start : start + 128])
-    sums.add_product("w", left, right, 128)
-    assert torch.equal(sums.totals["w"], expected)
+    exact, below = ExactSums(shapes, CPU), ExactSums(shapes, CPU)
+    exact.add_product("w", left, right, 128)
+    OnlyIf(below, torch.tensor(True)).add_product("w", left, right, 128)
+    assert torch.equal(exact.totals["w"], expected) and torch.equal(below.totals["w"], expected)
     assert not torch.equal(product(left, right).double(), expected)
 
 

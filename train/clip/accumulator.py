@@ -64,19 +64,7 @@ class Terms:
 
 
 def by_pairs(terms: list[Tensor], none: Tensor) -> Tensor:
-    if len(terms) == 1:
-        return terms[0]
     return _halved(torch.stack(terms)) if terms else none
-
-
-def _as_rows(of_groups: Sequence[Tensor]) -> Tensor:
-    """[groups, B]"""
-    return of_groups[0].unsqueeze(0) if len(of_groups) == 1 else torch.stack(list(of_groups))
-
-
-def _in_every(groups: Tensor) -> Tensor:
-    """[groups, B] -> [B]: whether it holds in all of them."""
-    return groups[0] if len(groups) == 1 else groups.all(0)
 
 
 def _halved(rows: Tensor) -> Tensor:
@@ -205,12 +193,12 @@ class NormAccumulator:
             self._measure(name)
         self._join_small()
         found = [terms.added(self._none) for terms in self._terms]
-        squares, doubts, roundings = map(_as_rows, zip(*found, strict=True))
+        squares, doubts, roundings = (torch.stack(each) for each in zip(*found, strict=True))
         # Comparisons with NaN are false, and an infinite doubt exceeds any norm in range.
         sure = (squares > SMALLEST) & (squares < LARGEST) & (doubts <= TOLERANCE * squares)
-        doubtful = eligible & ~_in_every(sure)
+        doubtful = (eligible & ~sure).any(0)
         norms = self._norms(squares, roundings)
-        finite = _in_every(norms < math.inf)
+        finite = (norms < math.inf).all(0)
         self.keep = eligible & finite
         if self._defer:
             # Where every norm is finite, so are all operands, and factors of 0 suffice to leave a record out.
@@ -222,15 +210,13 @@ class NormAccumulator:
         if not self._keeps_all and bool(doubtful.any()):
             self.doubtful = doubtful
             rows = self.doubtful.nonzero().squeeze(1)
-            # Copies, since these may be one tensor: the empty sum.
-            squares, roundings = squares.clone(), roundings.clone()
             squares[:, rows] = 0.0
             roundings[:, rows] = 0.0
             for name in self._pieces:
                 for part, written in self._written(name, rows):
                     squares[self._group_of[name], part] += squared(written)
             norms = self._norms(squares, roundings)
-            self.keep = eligible & _in_every(norms < math.inf)
+            self.keep = eligible & (norms < math.inf).all(0)
         return norms
 
     def _norms(self, squares: Tensor, roundings: Tensor) -> Tensor:
@@ -345,8 +331,9 @@ def add_in_stretches(piece: PerRecordGradient, weights: ClipWeights, sums: Gradi
         for own, chosen in _in_parts(piece, weights, at_once):
             own.add_weighted(chosen, sums)
         return
-    # Operands of several stretches are scaled together, where that takes no more memory than the product.
-    together = max(1, piece.elements // max(1, at_once * piece.copied(weights)))
+    # Several stretches share a call where copies of their operands take no more memory than the product. Whether any is
+    # copied depends on the records; how they are cut must not.
+    together = max(1, piece.elements // (at_once * piece.tokens * piece.width))
     for own, chosen in _in_parts(piece, weights, at_once * together):
         sums.add_product(piece.name, *own.operands(chosen), at_once * piece.tokens)
 

@@ -165,9 +165,10 @@ class Dense:
         """Rows of the operands for each record."""
         return 1
 
-    def copied(self, weights: ClipWeights) -> int:
-        """Elements per record of what `operands` copies."""
-        return 0 if weights.keep is None and self.dtype == wide(self.dtype) else self.elements
+    @property
+    def width(self) -> int:
+        """Columns of both operands."""
+        return 1 + self.elements
 
     def part(self, rows: slice) -> Dense:
         return Dense(self.name, self.value[rows])
@@ -258,9 +259,10 @@ class OuterProduct:
             written = self.left[rows].to(dtype).transpose(1, 2) @ self.right[rows].to(dtype)
         return written.view(-1, *self.shape)
 
-    def copied(self, weights: ClipWeights) -> int:
-        """Elements per record of what `operands` copies."""
-        return self.tokens * (min(self.rows, self.columns) if weights.keep is None else self.rows + self.columns)
+    @property
+    def width(self) -> int:
+        """Columns of both operands."""
+        return self.rows + self.columns
 
     def part(self, rows: slice) -> OuterProduct:
         return OuterProduct(self.name, self.left[rows], self.right[rows], self.shape)

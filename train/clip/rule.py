@@ -118,13 +118,9 @@ class ClipRule:
             raise ClipError(str(error)) from None
 
     def _factors(self, norms: Tensor, bound: float | Tensor, dtype: torch.dtype) -> Tensor:
+        factors = (bound / norms).clamp(max=1.0) if self.kind == "flat" else bound / (norms + self.gamma)
         # Every comparison with NaN is false; an infinite norm gives factor 0, which is below the smallest.
-        if self.kind == "flat":
-            factors = (bound / norms).clamp(max=1.0)
-            usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny)
-        else:
-            factors = bound / (norms + self.gamma)
-            usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
+        usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
         return torch.where(usable, factors, 0.0).to(dtype)
 
     def fact(self, scales: str | None = None) -> ClippingFact:
