@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No test may fail because the machine was slow, or by chance: new examples are drawn by tests/fuzz, not here.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("suite")
 
 TESTS = Path(__file__).resolve().parent
 
@@ -75,6 +84,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in WHOLLY:
             item.add_marker("core")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Which tests ran before must not decide what a test draws, nor what a fixture does that is made for it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture

@@ -413,7 +413,7 @@ def test_both_lattices_dominate_the_step_wherever_their_first_point_lies(rate: f
         assert float(lattice.masses[above] @ -np.expm1(-lattice.losses[above])) >= exact * (1 - 1e-10)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
     [(1e-5, 1e4, 1, 1e-6), (1e-7, 1e3, 10, 1e-6), (4.85e-5, 41.1, 1, 3.5e-4), (0.00637, 82.5, 1, 1.8e-6),

@@ -204,7 +204,7 @@ def test_waiting_for_the_lock_is_said_and_ends(tmp_path: Path) -> None:
     journal = begin(tmp_path)
     said: list[str] = []
     with pytest.raises(LedgerError):
-        Ledger.open(tmp_path / "ledger.jsonl", 0.3, said.append)
+        Ledger.open(tmp_path / "ledger.jsonl", 2.0, said.append)
     assert len(said) == 1
     journal.ledger.close()
 

@@ -118,8 +118,8 @@ if sys.argv[1] == "die":
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     live = subprocess.Popen([sys.executable, "-c", code, "live"], **pipes)  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert live.stdout is not None and live.stdout.readline() == b"open\n"
-    assert subprocess.run([sys.executable, "-c", code, "die"], timeout=120).returncode == -signal.SIGKILL
-    live.communicate(timeout=120)
+    assert subprocess.run([sys.executable, "-c", code, "die"], timeout=600).returncode == -signal.SIGKILL
+    live.communicate(timeout=600)
     assert live.returncode == 0
     assert list(folder.rglob("*.tmp")), "the killed one left something"
     before = sum(server.requests.values())

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,7 +201,7 @@ def test_private_copies_of_public_pictures_are_left_out(
     whole = ShardIndex.open(private)
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "overlap", "--private", str(private), "--against",
                str(public), str(held_out), "--workers", "1"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "30 of 72 records look like public ones" in done.stdout and "n stays 72" in done.stdout
     left = ShardIndex.open(private, excluded="skipped")
@@ -313,8 +312,7 @@ def test_hashing_goes_on_after_a_kill(tmp_path: Path, write_tar: TarMaker, stran
     )  # fmt: skip
     assert process.stdout is not None
     reached = 0
-    deadline = time.monotonic() + 60
-    while reached < 300 and time.monotonic() < deadline:
+    while reached < 300:
         reached = int(process.stdout.readline())
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -283,7 +283,7 @@ def test_killed_again_and_again_it_gives_the_same_bytes(many: list[str], tmp_pat
     out = tmp_path / "killed" / "set"
     command = [*PREPARE, *many, "--out", str(out)]
     chance = random.Random(5)
-    kills, made = 0, dict[str, int]()
+    kills, lost, made = 0, 0, dict[str, int]()
     while kills < 4:
         goal = len(made) + chance.randint(1, 6)
         job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -291,8 +291,13 @@ def test_killed_again_and_again_it_gives_the_same_bytes(many: list[str], tmp_pat
             time.sleep(0.002)
         job.send_signal(signal.SIGKILL)
         if job.wait() == 0 or out.exists():  # a busy machine: it was done before this process came to look
-            assert kills > 0, "it never was killed in the middle"
-            break
+            if kills:
+                break
+            lost += 1
+            assert lost < 10, "it never was killed in the middle"
+            for folder in (out, out.with_name("set-held-out")):
+                shutil.rmtree(folder, ignore_errors=True)
+            continue
         now = _shards(out)
         assert made.items() <= now.items(), "a finished shard is kept"
         kills, made = kills + 1, now

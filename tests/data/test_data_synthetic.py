@@ -41,7 +41,7 @@ SMALL = ["--private", "60", "--held-out", "40", "--textures", "10", "--size", "1
 
 def _prepare(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=600)
 
 
 def test_samples_are_a_pure_function_of_seed_and_index(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_correlated_noise_stays_below_its_claim_and_weaker_draws_do_not(tmp_path
     assert low.epsilon <= claim.epsilon < high.epsilon
     pairs = honest.evidence.pairs
     assert pairs is not None and pairs.there + pairs.absent == 4 * CANARIES
-    assert honest.evidence.bound(claim).epsilon > 0.4 * claim.epsilon, "turns are seen as what they are"
+    assert honest.evidence.bound(claim).epsilon > 0.3 * claim.epsilon, "turns are seen as what they are"
 
 
 def test_a_part_that_is_charged_at_the_rate_of_all_records_is_caught(
@@ -119,7 +119,7 @@ def test_random_allocation_stays_below_its_claim_and_weaker_noise_or_a_second_pl
 def test_honest_epochs_have_the_ratio_that_is_claimed_and_doubled_ones_twice_that(tmp_path: Path) -> None:
     """The pairs' confidence limits hold the planned ratio of contribution to noise, at whatever number of steps."""
     for slots in (2, 3):
-        made: dict[str, Any] = dict(slots=slots, claim=9.0, sigma=2.0, canaries=1000)
+        made: dict[str, Any] = dict(slots=slots, claim=9.0, sigma=2.0, canaries=1500)
         honest, claim = toy_audit(tmp_path / f"honest {slots}", **made)
         twice, _ = toy_audit(tmp_path / f"twice {slots}", Faults(twice=True), **made)
         low, high = (each.evidence.pairs for each in (honest, twice))

@@ -19,7 +19,7 @@ DEEDS = (
 
 
 class Planted(Target):
-    cpu_seconds, idle_seconds, memory_bytes = 1, 2.0, 256 << 20
+    cpu_seconds, idle_seconds, memory_bytes = 1, 6.0, 256 << 20
 
     def seeds(self) -> list[bytes]:
         return [b"nothing"]

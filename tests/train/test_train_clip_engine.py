@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from murmuration.model.build import build
+from murmuration.train.clip import layers
 from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
@@ -60,11 +61,15 @@ def test_nothing_of_a_micro_batch_waits_for_the_garbage_collector(objective: Lit
     model, inputs, present = build(SHAPE, objective), nano_inputs(objective, 5), torch.ones(5, dtype=torch.bool)
     clip = BookKeepingClip(FLAT)
     clipped_totals(clip, model, inputs, present)
-    gc.collect()
     gc.disable()
     try:
-        clipped_totals(clip, model, inputs, present)
-        assert gc.collect() == 0
+        left = []
+        for _ in range(3):  # what other threads leave meanwhile is counted too, but not each time
+            gc.collect()
+            gc.collect()  # what was ended by the first
+            clipped_totals(clip, model, inputs, present)
+            left.append(gc.collect())
+        assert min(left) == 0
     finally:
         gc.enable()
 
@@ -108,7 +113,8 @@ def test_compiled_parts_run_as_written_while_gradients_are_clipped(how: str) -> 
     torch._dynamo.reset()
 
 
-def test_an_unknown_function_is_announced_and_right() -> None:
+def test_an_unknown_function_is_announced_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_noticed", set())  # told once per process
     model = Body(lambda body, x: torch.einsum("bi,oi->bo", body.first(x).tanh(), body.second.weight) + body.second.bias)
     batch = toy_batch(5)
     with pytest.warns(UserWarning, match="einsum has no clipping rule"):

@@ -22,7 +22,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     script = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments]
-    return subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path: Path) -> None:

@@ -17,19 +17,19 @@ from murmuration.train.distributed import watchdog as watchdog_module
 from murmuration.train.distributed.watchdog import Pulse, Watchdog
 
 # A rank counts as silent after a third of it, which a process on a busy machine must not be.
-STALL = 6.0
+STALL = 10.0
 HANGS = f"no progress for {STALL:g} s (run.stall_seconds)"
 
 
 def waits(pulse: Pulse) -> None:
     """As in a collective act that the other rank never enters."""
     with pulse.exchange():
-        time.sleep(60)
+        time.sleep(20 * STALL)
 
 
 def reads_without_end(pulse: Pulse) -> None:
     del pulse
-    time.sleep(60)
+    time.sleep(20 * STALL)
 
 
 def is_frozen(pulse: Pulse) -> None:
