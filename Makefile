@@ -72,6 +72,8 @@ test-slow: $(READY)
 
 # A finding is written to tests/fuzz/corpus, which make test-full runs again.
 fuzz: $(READY)
+	@test -n "$(FUZZ)" || OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -q -n auto --maxprocesses 8 \
+	    -m "hypothesis and not slow" --hypothesis-profile search
 	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
 
 # Hours. Mutates a copy in build/mutation; what survives is a fault that no test sees.

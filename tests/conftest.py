@@ -12,10 +12,11 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No test may fail because the machine was slow, or by chance: new examples are drawn by tests/fuzz, not here.
-settings.register_profile(
-    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
+# No test may fail because the machine was slow, or by chance: with `search`, hypothesis draws other examples each time.
+for profile, repeated in (("suite", True), ("search", False)):
+    settings.register_profile(
+        profile, deadline=None, derandomize=repeated, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
 settings.load_profile("suite")
 
 TESTS = Path(__file__).resolve().parent

@@ -35,7 +35,7 @@ LEAST_FILES = 4096
 """Open files: each decoding process keeps some shards open."""
 MOST_SKEW = 5.0
 """Seconds between this machine's clock and the file system's."""
-MEET_SECONDS = 300
+MEET_SECONDS = 120
 
 
 @dataclass(frozen=True)
