@@ -9,10 +9,11 @@ under vmap, and when a checkpointed layer runs again. Keys come with the records
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
+from torch.autograd import Function, Variable
 
 DROP_KEY = "drop_key"
 Drop = Callable[[Tensor], Tensor]
@@ -46,10 +47,8 @@ class RowKeys:
             losses = run(inputs)
         finally:
             self._keys = None
-        if losses.requires_grad:
-            # Whatever ran in between, a backward pass starts here, before any layer runs again.
-            losses.register_hook(lambda _: self._recall(keys))
-        return losses
+        # Whatever ran in between, a backward pass starts here, before any layer runs again.
+        return _BeforeBackward.apply(lambda: self._recall(keys), losses)  # pyright: ignore[reportReturnType]
 
     def _recall(self, keys: Tensor) -> None:
         self._keys = keys
@@ -75,6 +74,28 @@ class RowKeys:
         place = _mixed(torch.arange(1, (places + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN))
         bits = _mixed(own[:, None] ^ place).view(torch.int32)[:, :places]
         return bits >= min(round(rate * 2**32), 2**32 - 1) - 2**31
+
+
+class _BeforeBackward(Function):
+    """The same losses; `act` is called when their backward pass begins. A hook, of which vmap would know nothing."""
+
+    @staticmethod
+    def forward(act: Callable[[], None], losses: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return losses.view_as(losses)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.act = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.act()
+        return None, gradient
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, act: Callable[[], None], losses: Tensor) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del info
+        return _BeforeBackward.apply(act, losses), in_dims[1]  # pyright: ignore[reportReturnType]
 
 
 class _KeyedDrop(nn.Module):

@@ -39,21 +39,20 @@ from murmuration.accounting.plan import (
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.loader import Loader
 from murmuration.data.draw.allocation import AllocationSampler
-from murmuration.data.draw.micro_batch import ROW_SHARE
 from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
-from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.isolated import kept_of_records
 from murmuration.train.clip.precision import Precision
-from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError, ClipRule, rounding_allowance
+from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipRule, rounding_allowance
 from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import NoiseKind, Run, ZeroOptimization
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
-from murmuration.train.engines.base import Engine, digests_of, modes_of
+from murmuration.train.engines.base import Engine, modes_of
 from murmuration.train.engines.choose import EngineSettings, make_engine, start_ranks
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.held_out import HeldOutAccuracy
@@ -68,6 +67,7 @@ from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.width import WidthFactors
+from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport, self_test
@@ -233,8 +233,9 @@ DEVIATIONS = [
     "gradient depending on its row.",
     "The training loop is a program of the user's own: what it computes from private records beside the private step, "
     "or makes of the summaries that steps return, is not covered.",
-    "The model is the user's own: that it keeps nothing of the records outside its parameters and buffers, where the "
-    "next ones could meet it, is not looked at.",
+    "The model is the user's own. Its forward() was given one record at a time, by construction, and could write "
+    "nothing of it into a tensor that records share. Weights, buffers and the attributes of its modules were compared "
+    "before and after every step; what it may keep elsewhere in Python (a global list, a file) was not looked at.",
     "The records are known by the name and number that the program gave them; other runs on them are not known.",
     WATCHED,
     SECRET_FOLDER,
@@ -313,6 +314,7 @@ class PrivateTraining:
         self._core: PrivateCore | None = None
         self._step: PrivateStep | None = None
         self._failed: int | None = None
+        self._held: Held | None = None
         try:
             asked = records, expected_batch, steps, epsilon, delta, noise_multiplier, clip_norm, bands, sampling
             self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declared(*asked))
@@ -323,7 +325,7 @@ class PrivateTraining:
             raise
 
     def _build(self, model: nn.Module, clip: Literal["flat", "automatic"], optimizer: Optimizer) -> None:
-        self._model, self._modes, self._buffers = model, modes_of(model), dict[str, str]()
+        self._model, self._modes = model, modes_of(model)
         self._busy = threading.Lock()
         self._loaded = self._run.latest()
         if self._loaded is not None:
@@ -389,11 +391,16 @@ class PrivateTraining:
         core = self.core
         if self._step is not None:
             raise SelfTestError("prove() has passed already; take the steps")
+        before = kept_of_records()
         report = core.prove(self._synthetic, self._engine_settings.ranks_per_copy, self._micro_batch)
-        self._empty_records_are_told_apart()
-        self._modes, self._buffers = modes_of(self._model), self._buffers_of_model()
         if self._loaded is not None:
             self._loaded.restore_optimizer(core.engine)
+        if kept := kept_of_records() - before:
+            raise SelfTestError(
+                f"{len(kept)} tensors of the self-test's records are still held somewhere; let forward() keep nothing, "
+                "not in a list outside the model either"
+            )
+        self._modes, self._held = modes_of(self._model), Held.by(self._model)
         reader = FunctionReader(self._read, self._synthetic.make(1, 0), self._views)
         self._loader = Loader(
             reader, core.shared_sampler(), self.ranks.rank, self.ranks.world, self._micro_batch, last=self.plan.steps
@@ -402,19 +409,6 @@ class PrivateTraining:
         records = Records(self._loader.draw, self._loader.micro_batches).until_unreadable(self._stop)
         self._step = core.step(PHASE, self._run.journal, records, self._stop)
         return report
-
-    def _empty_records_are_told_apart(self) -> None:
-        """A record of zeros among others: a module that packs tokens or sends them to experts by what they hold would
-        put rows of different records together, and no longer know whose gradient is whose."""
-        batch = self._synthetic.batch(3, seed=1).to(self.core.engine.device)
-        for empty in range(3):
-            inputs = {name: tensor.clone() for name, tensor in batch.inputs.items()}
-            for tensor in (tensor for name, tensor in inputs.items() if name != ROW_SHARE):
-                tensor[empty * self._views] = 0  # of several rows the first
-            try:
-                check_gradients(self.core.clip, self.core.engine.model, inputs, batch.present)
-            except ClipError as error:
-                raise SelfTestError(f"with an empty record among others: {error}") from None
 
     def steps(self) -> range:
         """The numbers of the steps that are left."""
@@ -451,6 +445,7 @@ class PrivateTraining:
         except BaseException:
             self.core.engine.discard()
             raise
+        self._held = self._unchanged_but_for_the_update()
         self.done = number
         self._failed = None
         return summary
@@ -461,14 +456,21 @@ class PrivateTraining:
                 f"step {self._failed} failed, and its noise must not be used again; close this training and open it "
                 "anew: it continues from its last checkpoint, under new keys"
             )
-        # At every step, since a buffer also carries what it holds of one micro-batch into the gradients of the next.
-        if self._step is not None and self._buffers_of_model() != self._buffers:
+        if self._held is not None and (changed := self._held.changed(Held.by(self._model))):
             raise LedgerError(
-                "a buffer of the model changed while it was trained, without noise; let forward() write into no buffer"
+                f"{changed} changed outside of the private step, without noise; let nothing but the step change the "
+                "model, and forward() keep nothing"
             )
 
-    def _buffers_of_model(self) -> dict[str, str]:
-        return digests_of(dict(self._model.named_buffers()))
+    def _unchanged_but_for_the_update(self) -> Held:
+        now = Held.by(self._model)
+        assert self._held is not None
+        if changed := self._held.but_for_trained().changed(now.but_for_trained()):
+            raise LedgerError(
+                f"{changed} changed while the model was trained, without noise; let forward() write into nothing and "
+                "keep nothing"
+            )
+        return now
 
     def save(self) -> str:
         """A checkpoint of the last step, durable when this returns its digest; the keys of its steps are forgotten."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import Trainable, select
-from murmuration.train.clip import layers as clip_fallback
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor
 from tests.support import brute_force
 from tests.support.parity_engines import prepared, summed
 
@@ -29,12 +29,17 @@ RUNS += [({**MAE, "qkv_bias": bias}, "mae", "all") for bias in (True, False)] + 
 
 
 @pytest.fixture
-def noticed() -> Iterator[set[str]]:
-    """What met the fallback. It is told once per process, so that what others met has to be set aside."""
-    before = set(clip_fallback._noticed)
-    clip_fallback._noticed.clear()
-    yield clip_fallback._noticed
-    clip_fallback._noticed.update(before)
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Weights that became one copy for each record: a layer without a rule of its own has them."""
+    found: list[str] = []
+    plain = ParameterTracker._per_record
+
+    def noted(self: ParameterTracker, source: TrackedTensor) -> Tensor:
+        found.extend(source.leaves)
+        return plain(self, source)
+
+    monkeypatch.setattr(ParameterTracker, "_per_record", noted)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,7 @@ def noticed() -> Iterator[set[str]]:
     [(*run, loss) for run in RUNS for loss in (("softmax", "sigmoid") if run[1] == "classify" else ("softmax",))],
 )
 def test_no_layer_meets_the_fallback_and_sums_are_right(
-    given: dict[str, Any], objective: Objective, word: Trainable, loss: str, noticed: set[str]
+    given: dict[str, Any], objective: Objective, word: Trainable, loss: str, copied: list[str]
 ) -> None:
     more = {"image_size": 18 if given in (VIT, BIT) else 16, "patch_size": 4, "classes": 5, "head_scale": 1.0}
     model = build(ModelSettings.model_validate({**more, **given, "classify_loss": loss}), objective)
@@ -63,7 +68,9 @@ def test_no_layer_meets_the_fallback_and_sums_are_right(
     bound = sorted(record.norm() for record in records)[1]
     expected = brute_force.clipped_sum(records, brute_force.factors_of(records, present, brute_force.flat(bound)))
     totals, _ = summed(prepared("book-keeping", ClipRule("flat", bound, 0.0, 0.0), model), model, [(inputs, present)])
-    assert not noticed
+    layers = nn.Linear | nn.Conv2d | nn.LayerNorm | nn.GroupNorm | nn.Embedding
+    ruled = {f"{path}.weight" for path, part in model.named_modules() if isinstance(part, layers)}
+    assert not ruled & set(copied)
     assert set(totals) == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, tensor in expected.items():
         assert brute_force.relative_error({name: totals[name]}, {name: tensor}) <= 2e-4, name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from murmuration.data.draw.micro_batch import ROW_SHARE
-from murmuration.train.clip import bookkeeping
+from murmuration.train.clip import bookkeeping, losses
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError, ClipRule, stretches
 from tests.support import brute_force
@@ -190,11 +190,18 @@ def test_shares_that_are_lost_or_mixed_up_are_found(fault: str, monkeypatch: pyt
         losses = model(rest)
         if fault == "no share":
             return losses.view(slots, -1).mean(1)
-        if fault == "share of the wrong row":
-            return (losses * share.roll(1)).view(slots, -1).sum(1)
-        return (losses * share).view(-1, slots).sum(0)
+        return (losses * share.roll(1)).view(slots, -1).sum(1)
 
-    monkeypatch.setattr(bookkeeping, "slot_losses", wrong)
+    if fault == "rows of other slots":
+        honest = losses.losses_of
+
+        def mixed(model, inputs, slots, tracker=None):
+            swapped = {name: x.unflatten(0, (-1, slots)).transpose(0, 1).flatten(0, 1) for name, x in inputs.items()}
+            return honest(model, swapped, slots, tracker)
+
+        monkeypatch.setattr(bookkeeping, "losses_of", mixed)
+    else:
+        monkeypatch.setattr(losses, "slot_losses", wrong)
     clip = prepared("book-keeping", ClipRule("flat", bound, 0.0), model)
     with pytest.raises((AssertionError, RuntimeError, ClipError)):
         totals, (seen,) = summed(clip, model, [(inputs, present)], double=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from murmuration.model.build import build
-from murmuration.model.safety import CouplingError
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
@@ -88,7 +87,7 @@ def test_the_batches_are_synthetic_and_repeatable() -> None:
 
 @pytest.mark.parametrize(
     ("check", "error"),
-    [("check_gradients", ClipError), ("refuse_coupling", CouplingError), ("coupling_probe", CouplingError)],
+    [("check_gradients", ClipError)],
 )
 def test_what_each_check_of_the_model_finds_stops_every_rank(
     monkeypatch: pytest.MonkeyPatch, check: str, error: type[Exception]

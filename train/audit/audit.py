@@ -51,7 +51,8 @@ from murmuration.train.audit.setup import AuditSetup
 from murmuration.train.audit.shown import Shown
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
 from murmuration.train.audit.turns import SeenSegment
-from murmuration.train.clip.rows import of_slots, slot_losses
+from murmuration.train.clip.losses import losses_of
+from murmuration.train.clip.rows import of_slots
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
@@ -251,7 +252,7 @@ class _Audit:
                 some = torch.arange(start, min(start + self.micro_batch, self.options.canaries))
                 part = of_slots(crafted, some, self.options.canaries)
                 part = {name: tensor.to(engine.device) for name, tensor in part.items()}
-                found.append(slot_losses(engine.model, part, len(some)).double().cpu())
+                found.append(losses_of(engine.model, part, len(some)).double().cpu())
         return torch.cat(found).numpy()
 
     def _sampling(self) -> Check:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple, TypeGuard, TypeVar
 
@@ -38,6 +38,8 @@ from murmuration.train.clip.sums import SMALL, WIDEST_SPAN, GradientSums, OnlyIf
 SMALLEST, LARGEST = 1e-24, 1e24
 # Relative rounding error of the elements of a bf16 operand that carries the clip factor.
 BF16_ROUNDING = 2.0**-8
+# Uses of a weight from which on they are joined before they are measured.
+MANY = 2
 
 Piece = TypeVar("Piece", bound=PerRecordGradient)
 
@@ -138,7 +140,7 @@ class NormAccumulator:
 
     def _measure(self, name: str, over: Tensor | None = None) -> Tensor | None:
         """Also returns the sum over tokens of `over`, if that was a by-product."""
-        own = self._pieces[name]
+        own = self._pieces[name] = joined(self._pieces[name])
         for number, piece in enumerate(own):
             if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
                 own[number] = Dense(name, piece.instances(slice(None), wide(piece.dtype)))
@@ -311,6 +313,24 @@ class NormAccumulator:
             for piece in own[1:]:
                 total = total + piece.instances(part, torch.float64)
             yield part, total
+
+
+def joined(pieces: list[PerRecordGradient]) -> list[PerRecordGradient]:
+    """The pieces of a weight that is used many times, as by a recurrent layer at each of its steps: its products become
+    one of all their tokens, which otherwise would be compared pair by pair."""
+    products = [piece for piece in pieces if isinstance(piece, OuterProduct) and not piece.sparse]
+    dense = [piece for piece in pieces if isinstance(piece, Dense)]
+    if len(products) > MANY:
+        first = products[0]
+        left, right = (torch.cat([getattr(piece, side) for piece in products], 1) for side in ("left", "right"))
+        pieces = [piece for piece in pieces if not any(piece is own for own in products)] + [
+            replace(first, left=left, right=right)
+        ]
+    if len(dense) > MANY:
+        total = torch.stack([piece.value for piece in dense]).sum(0)
+        rest = [piece for piece in pieces if not any(piece is own for own in dense)]
+        pieces = [*rest, Dense(dense[0].name, total)]
+    return pieces
 
 
 def _is_small(piece: PerRecordGradient) -> bool:

@@ -10,9 +10,7 @@ memory than `HOLD` allows.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +21,12 @@ from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportP
 from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import Grouping, groups_of
-from murmuration.train.clip.layers import LAYER_RULES, fallback
+from murmuration.train.clip.isolated import is_of_records
+from murmuration.train.clip.layers import LAYER_RULES
+from murmuration.train.clip.losses import losses_of, uncompiled
 from murmuration.train.clip.per_record import Reported
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast, full_precision
-from murmuration.train.clip.rows import rows_of, slot_losses
+from murmuration.train.clip.rows import rows_of
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.scaling import Scaling
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
@@ -47,7 +47,6 @@ class Held:
     lengths: Sequence[tuple[Sized, int]]
     """The length of each of these places, which a new tensor increases."""
     parameters: dict[str, nn.Parameter]
-    constants: list[Tensor]
     _group_of: dict[Grouping, dict[str, int]]
 
     @staticmethod
@@ -60,10 +59,12 @@ class Held:
             for name, tensor in place.items()
             if tensor is not None
         ]
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if is_of_records(tensor):
+                raise ClipError(f"forward() put a record's values in the place of {name}; let it write into nothing")
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        constants = [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
         sizes = [(place, len(place)) for place in owners]
-        return Held(model, places, sizes, parameters, constants, {})
+        return Held(model, places, sizes, parameters, {})
 
     def group_of(self, grouping: Grouping) -> dict[str, int]:
         if grouping not in self._group_of:
@@ -109,6 +110,12 @@ class BookKeepingClip:
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
         if halves:
             raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
+        for name, module in model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ClipError(
+                    f"{name or 'the model'} has a backward hook, which is not called where records are isolated; "
+                    "remove it"
+                )
         self._checked, self._held = False, None
         self.rule.require_groups(trainable)
         if self.scaling is not None:
@@ -143,13 +150,12 @@ class BookKeepingClip:
         )  # fmt: skip
         tracker = ParameterTracker(
             held.parameters,
-            held.constants,
             len(present),
+            present.device,
             accumulator.add if self.scaling is None else _scaled_first(self.scaling, accumulator),
             LAYER_RULES,
-            fallback,
         )
-        with uncompiled():
+        with uncompiled():  # the backward pass as well, in which checkpointed layers run again
             losses = self._run(model, inputs, tracker)
         with torch.no_grad():
             losses = losses.detach()
@@ -168,12 +174,8 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
-        with tracker, torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
-            losses = slot_losses(model, inputs, tracker.records)
-        if losses.shape != (tracker.records,):
-            raise ClipError(
-                f"the model returned losses of shape {list(losses.shape)} for {tracker.records} records; give one each"
-            )
+        with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
+            losses = losses_of(model, inputs, tracker.records, tracker)
         _refuse_unused(tracker)
         if not self._checked:
             _refuse_unseen(tracker, losses)
@@ -183,6 +185,7 @@ class BookKeepingClip:
         # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be watched.
         with tracker:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
+        tracker.forget()
         return losses
 
 
@@ -195,13 +198,6 @@ def _scaled_first(
     scaling: Scaling, accumulator: NormAccumulator
 ) -> Callable[[Sequence[Reported], Mapping[str, int]], None]:
     return lambda pieces, uses: accumulator.add(scaling.of(pieces), uses)
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Disables compiled code, which calls no function that could be watched; the model runs as written instead."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it would take seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _refuse_unused(tracker: ParameterTracker) -> None:

@@ -36,8 +36,9 @@ from torch import Tensor, nn
 from murmuration.accounting.escaping import first_line
 from murmuration.model.safety import zeros_filled
 from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.losses import losses_of
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
-from murmuration.train.clip.rows import of_slots, slot_losses
+from murmuration.train.clip.rows import of_slots
 from murmuration.train.clip.rule import ClipError, ClipRule
 
 EXACT = 1e-3
@@ -184,7 +185,7 @@ def _gradient(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     scale = LOSS_SCALE[precision]
     with torch.enable_grad(), autocast(precision, only.device):
-        losses = slot_losses(model, inputs, len(only))
+        losses = losses_of(model, inputs, len(only))
         loss = torch.where(only, losses, torch.zeros_like(losses)).sum() * scale
     found = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
     return {

@@ -244,31 +244,6 @@ class Convolution(Function):
         return None, below, None, None
 
 
-class GenericFunction(Function):
-    """Any other function of one weight. Its input gradients come from autograd, by running it once more."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: Callable[..., Tensor], report: Callable[..., None], *inputs: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        del anchor
-        ctx.run, ctx.report = run, report
-        ctx.save_for_backward(*inputs)
-        return run(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs = ctx.saved_tensors
-        wanted = [number for number, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        below: list[Tensor | None] = [None] * len(inputs)
-        if wanted:
-            with torch.enable_grad():
-                own = [x.detach().requires_grad_(number in wanted) for number, x in enumerate(inputs)]
-                found = torch.autograd.grad(ctx.run(*own), [own[number] for number in wanted], gradient)
-            for number, value in zip(wanted, found, strict=True):
-                below[number] = value
-        ctx.report(inputs, gradient)
-        return None, None, None, *below
-
-
 class PerRecord(Function):
     """Expands a free parameter to one copy per record, [B, *shape], without memory for the copies."""
 

@@ -1,13 +1,13 @@
-"""Which of PyTorch's functions use weights, and how each is run so that per-record gradients can be computed.
+"""Which of PyTorch's functions have a rule: how each is run for all records, so that a record's gradients can be had.
 
-The rows of a record are contiguous: an activation's first dimension is B, or B·m where every record has m consecutive
-rows.
+A rule is called as the model calls its function, with the tensors of one record. What it passes to
+`ParameterTracker.on_records` is called with those of all: their first dimension is B·m, the m rows of a record
+together.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from murmuration.train.clip.functions import (
     Affine,
     Convolution,
     Embedding,
-    GenericFunction,
     Geometry,
     GroupNorm,
     LayerNorm,
@@ -29,10 +28,12 @@ from murmuration.train.clip.functions import (
     Standardised,
     frozen_linear,
 )
+from murmuration.train.clip.isolated import enter, is_of_records, leave, outside
 from murmuration.train.clip.per_record import PerRecordGradient, Reported, over_tokens, wide
+from murmuration.train.clip.recurrent import RECURRENT_RULES
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.standardised import Standardisation
-from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor, swapped, tensors_in
+from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor
 
 # The widest LayerNorm whose rows fit into the registers of its kernel.
 WIDEST = 4096
@@ -52,10 +53,16 @@ def multi_head_attention(
     k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None, static_k: Tensor | None = None,
     static_v: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """[tokens, B, width] in and out."""
-    del embed_dim_to_check
-    if query.dim() != 3:
-        raise ClipError("multi-head attention without a batch dimension cannot be clipped by record; add one")
+    """[tokens, rows, width] in and out, or without rows."""
+    if query.dim() == 2:
+        padding = key_padding_mask
+        out, seen = multi_head_attention(
+            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), embed_dim_to_check, num_heads, in_proj_weight,
+            in_proj_bias, bias_k, bias_v, add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training,
+            None if padding is None else padding.unsqueeze(0), need_weights, attn_mask, use_separate_proj_weight,
+            q_proj_weight, k_proj_weight, v_proj_weight, static_k, static_v, average_attn_weights, is_causal,
+        )  # fmt: skip
+        return out.squeeze(1), None if seen is None else seen.squeeze(0)
     odd = [bias_k, bias_v, static_k, static_v]
     if any(x is not None for x in odd) or add_zero_attn or (training and dropout_p):
         raise ClipError(
@@ -114,40 +121,42 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear(tracker: ParameterTracker, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not tracker.varies(input):
-        return tracker.computed(F.linear, (input, weight, bias), {})
+    if not _alone_of_records(input, weight, bias):
+        return tracker.otherwise(F.linear, (input, weight, bias), {})
     return _product(tracker, input, weight, bias, flipped=False)
 
 
 def matmul(tracker: ParameterTracker, input: Tensor, other: Tensor) -> Tensor:
-    """Activations times a matrix of weights; other products with weights are left to the fallback."""
-    if tracker.varies(input) and other.dim() == 2 and tracker.source(other) is not None and input.dim() > 1:
-        return _product(tracker, input, other, None, flipped=True)
-    if not tracker.varies(input) and not tracker.varies(other):
-        return tracker.computed(torch.matmul, (input, other), {})
-    return tracker.fallback(torch.matmul, (input, other), {})
+    """Activations times a matrix of weights; PyTorch runs other products."""
+    if not _alone_of_records(input, other) or other.dim() != 2 or tracker.source(other) is None:
+        return tracker.otherwise(torch.matmul, (input, other), {})
+    return _product(tracker, input, other, None, flipped=True)
 
 
 def addmm(
     tracker: ParameterTracker, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     """A bias and activations times weights, as in the Conv1D of GPT-2's family."""
-    if not tracker.varies(mat1):
-        return tracker.computed(torch.addmm, (input, mat1, mat2), {"beta": beta, "alpha": alpha})
-    if tracker.varies(input) or beta != 1 or alpha != 1 or tracker.source(mat2) is None:
-        return tracker.fallback(torch.addmm, (input, mat1, mat2), {"beta": beta, "alpha": alpha})
+    if not _alone_of_records(mat1, mat2, input) or beta != 1 or alpha != 1 or tracker.source(mat2) is None:
+        return tracker.otherwise(torch.addmm, (input, mat1, mat2), {"beta": beta, "alpha": alpha})
     return _product(tracker, mat1, mat2, input, flipped=True)
+
+
+def _alone_of_records(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether x differs between records and the weights do not."""
+    return is_of_records(x) and not any(is_of_records(weight) for weight in weights)
 
 
 def _product(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, *, flipped: bool) -> Tensor:
     """x·weightᵀ + bias, or x·weight + bias where the weight is `flipped`."""
-    source = tracker.source(weight)
-    offset = None if bias is None else tracker.source(bias)
+    source, offset = tracker.source(weight), _source(tracker, bias)
     x = _autocast(x)
-    if source is None:  # only the bias is trained
-        plain = frozen_linear(x, weight.t() if flipped else weight)
-        return plain if bias is None else tracker.elementwise(torch.add, (plain, bias), {})
-    tracker.times(len(x), tracker.names(source))
+    if source is None:
+        matrix = weight.t() if flipped else weight
+        if bias is None or offset is None:
+            return tracker.on_records(lambda x: frozen_linear(x, matrix, bias), x)
+        with tracker:
+            return tracker.on_records(lambda x: frozen_linear(x, matrix), x) + bias
     tracker.use(source)
     if offset is not None:
         tracker.use(offset)
@@ -160,16 +169,17 @@ def _product(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor 
         tracker.report(pieces)
 
     value = source.value.detach().t() if flipped else source.value
-    return Linear.apply(tracker.anchor, x, Affine(value, _value(offset, bias), report))
+    layer = Affine(value, _value(offset, bias), report)
+    return tracker.on_records(lambda x: Linear.apply(tracker.anchor, x, layer), x)
 
 
 def layer_norm(
     tracker: ParameterTracker, input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    if not tracker.varies(input):
-        return tracker.computed(F.layer_norm, (input, normalized_shape, weight, bias, eps), {})
     scale, shift = _source(tracker, weight), _source(tracker, bias)
+    if not _alone_of_records(input, weight, bias) or (scale is None and shift is None):
+        return tracker.otherwise(F.layer_norm, (input, normalized_shape, weight, bias, eps), {})
     shape = list(normalized_shape)
     if weight is None:
         weight = torch.ones(shape, dtype=input.dtype, device=input.device)
@@ -190,7 +200,7 @@ def layer_norm(
     layer = Affine(_value(scale, weight), _value(shift, bias), report)
     kernel = kernels.layer_norm_backward(x.device) if x.dtype.itemsize <= 4 and math.prod(shape) <= WIDEST else None
     together = None if kernel is None else partial(kernel, records=tracker.records)
-    return LayerNorm.apply(tracker.anchor, x, shape, eps, layer, together)
+    return tracker.on_records(lambda x: LayerNorm.apply(tracker.anchor, x, shape, eps, layer, together), x)
 
 
 def _scale_and_shift(
@@ -211,15 +221,14 @@ def group_norm(
     tracker: ParameterTracker, input: Tensor, num_groups: int, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    if not tracker.varies(input):
-        return tracker.computed(F.group_norm, (input, num_groups, weight, bias, eps), {})
     scale, shift = _source(tracker, weight), _source(tracker, bias)
+    if not _alone_of_records(input, weight, bias) or (scale is None and shift is None):
+        return tracker.otherwise(F.group_norm, (input, num_groups, weight, bias, eps), {})
     channels = input.shape[1]
     if weight is None:
         weight = torch.ones(channels, dtype=input.dtype, device=input.device)
     for source in (scale, shift):
         if source is not None:
-            tracker.times(len(input), tracker.names(source))
             tracker.use(source)
 
     def report(normal: Standardised, gradient: Tensor) -> None:
@@ -234,7 +243,7 @@ def group_norm(
     x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
     layer = Affine(_value(scale, weight), _value(shift, bias), report)
     together = kernels.group_norm_backward(x.device) if x.dtype.itemsize <= 4 else None
-    return GroupNorm.apply(tracker.anchor, x, num_groups, eps, layer, together)
+    return tracker.on_records(lambda x: GroupNorm.apply(tracker.anchor, x, num_groups, eps, layer, together), x)
 
 
 def _of_channels(normal: Standardised, gradient: Tensor, groups: int, scaled: bool) -> tuple[Tensor, Tensor]:
@@ -267,42 +276,45 @@ def embedding(
     max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     del norm_type, sparse
-    source = tracker.source(weight)
-    assert source is not None
-    if not tracker.varies(input):
-        return tracker.computed(F.embedding, (input, weight, padding_idx), {})
     if max_norm is not None or scale_grad_by_freq:
         raise ClipError(
-            f"{tracker.names(source)} is an embedding with max_norm or scale_grad_by_freq, which makes records depend "
-            "on one another; leave these options out"
+            "an embedding with max_norm writes into its table the rows that records look up, and scale_grad_by_freq "
+            "makes records depend on one another; leave both out"
         )
-    tracker.times(len(input), tracker.names(source))
+    source = tracker.source(weight)
+    if source is None or not _alone_of_records(input, weight):
+        return tracker.otherwise(F.embedding, (input, weight, padding_idx), {})
     tracker.use(source)
 
     def report(ids: Tensor, gradient: Tensor) -> None:
         tracker.report(source.outer(ids.reshape(tracker.records, -1), rows(tracker, gradient)))
 
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(weight) + padding_idx
-    return Embedding.apply(tracker.anchor, input, padding, Affine(source.value, None, report))
+    layer = Affine(source.value, None, report)
+    return tracker.on_records(lambda ids: Embedding.apply(tracker.anchor, ids, padding, layer), input)
 
 
 def convolution(
-    tracker: ParameterTracker, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
-    padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    function: Callable[..., Tensor], tracker: ParameterTracker, input: Tensor, weight: Tensor,
+    bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     dims = weight.dim() - 2
     source, offset = tracker.source(weight), _source(tracker, bias)
+    if source is None or not _alone_of_records(input, weight, bias):
+        if offset is None or not is_of_records(input):
+            return tracker.otherwise(function, (input, weight, bias, stride, padding, dilation, groups), {})
+        with tracker:
+            plain = function(input, weight, None, stride, padding, dilation, groups)
+            return plain + bias.view(-1, *[1] * dims)  # pyright: ignore[reportOptionalMemberAccess]
+    if input.dim() == dims + 1:
+        with tracker:
+            return function(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     x = _autocast(input)
     stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
     if padding == "same":
         x = _padded(x, kernel, dilation)
     padding = _each(0 if isinstance(padding, str) else padding, dims)
     geometry = Geometry(stride, padding, dilation, groups)
-    if source is None:
-        plain = geometry.forward(x, weight.to(x.dtype), None)
-        with tracker:
-            return plain if bias is None else plain + bias.view(1, -1, *[1] * dims)
-    tracker.times(len(x), tracker.names(source))
     if stride == kernel and groups == 1 and not any(padding) and set(dilation) == {1}:
         return _patches(tracker, x, weight, bias, kernel)
     tracker.use(source)
@@ -330,7 +342,8 @@ def convolution(
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
         tracker.report(pieces)
 
-    return Convolution.apply(tracker.anchor, x, geometry, Affine(source.value, _value(offset, bias), report))
+    layer = Affine(source.value, _value(offset, bias), report)
+    return tracker.on_records(lambda x: Convolution.apply(tracker.anchor, x, geometry, layer), x)
 
 
 def _padded(x: Tensor, kernel: list[int], dilation: list[int]) -> Tensor:
@@ -369,9 +382,11 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """On a weight: timm's way to standardise its rows."""
-    if tracker.varies(input):
-        raise ClipError("batch normalisation makes records depend on one another; use layer or group normalisation")
-    made = tracker.computed(F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {})
+    made = tracker.otherwise(
+        F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {}
+    )
+    if is_of_records(made):
+        return made
     source, gain = tracker.source(input), _source(tracker, weight)
     by_its_own = training and running_mean is None and running_var is None and bias is None
     if source is None or not by_its_own or input.dim() != 3 or len(input) != 1 or source.view != "same":
@@ -391,16 +406,44 @@ def attention(tracker: ParameterTracker, *args: Any, **kwargs: Any) -> tuple[Ten
 
 def dot_product_attention(
     tracker: ParameterTracker, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    *args: Any, **kwargs: Any,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """With a learnt bias on its scores, such as a table of relative positions: as one copy of the bias per record, of
-    which the scores themselves are as many."""
-    own = F.scaled_dot_product_attention
-    if attn_mask is None or tracker.source(attn_mask) is None or not all(map(tracker.varies, (query, key, value))):
-        return tracker.fallback(own, (query, key, value, attn_mask, *args), kwargs)
-    scores = torch.Size([*query.shape[:-1], key.shape[-2]])
-    bias = tracker.elementwise(torch.add, (query.new_zeros(()).expand(scores), attn_mask), {})
-    return own(query, key, value, bias, *args, **kwargs)
+    """Fused, of all records at once. A mask that is trained (a table of relative positions) becomes one for each."""
+    settings = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if attn_mask is not None and tracker.source(attn_mask) is not None:
+        attn_mask = tracker.copy_of(attn_mask)
+    given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    if dropout_p or not any(map(is_of_records, given)) or any(tracker.source(x) is not None for x in given):
+        return tracker.otherwise(F.scaled_dot_product_attention, (query, key, value, attn_mask), settings)
+    leading = query.shape[:-3]
+
+    def whole(x: Tensor) -> Tensor:
+        """[B·rows, heads, queries, width] of […, heads, queries, width]"""
+        missing = query.dim() - x.dim()
+        x = leave(x, tracker.records)
+        x = x[(slice(None), *[None] * missing)]
+        return x.expand(-1, *leading, *x.shape[-3:]).flatten(0, -4)
+
+    if query.dim() < 3:
+        return tracker.otherwise(F.scaled_dot_product_attention, (query, key, value, attn_mask), settings)
+    with outside():
+        mask = None if attn_mask is None else whole(attn_mask)
+        out = F.scaled_dot_product_attention(whole(query), whole(key), whole(value), mask, **settings)
+        return enter(out.unflatten(0, (tracker.records, *leading)))
+
+
+def cross_entropy(
+    tracker: ParameterTracker, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """PyTorch has no kernel of it for vmap. Where nothing is summed over rows, those of all records are as good."""
+    own = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    legacy = size_average is not None or reduce is not None
+    if legacy or reduction != "none" or input.dim() < 2 or not _alone_of_records(input, weight):
+        own |= {"size_average": size_average, "reduce": reduce}
+        return tracker.otherwise(F.cross_entropy, (input, target), own)
+    targets = leave(target, tracker.records).flatten(0, 1)
+    return tracker.on_records(lambda x: F.cross_entropy(x, targets, **own), input)
 
 
 def rows(tracker: ParameterTracker, x: Tensor) -> Tensor:
@@ -439,72 +482,12 @@ LAYER_RULES = {
     F.group_norm: group_norm,
     F.rms_norm: rms_norm,
     F.embedding: embedding,
-    F.conv1d: convolution,
-    F.conv2d: convolution,
-    F.conv3d: convolution,
+    F.conv1d: partial(convolution, F.conv1d),
+    F.conv2d: partial(convolution, F.conv2d),
+    F.conv3d: partial(convolution, F.conv3d),
     F.batch_norm: batch_norm,
+    F.cross_entropy: cross_entropy,
     F.multi_head_attention_forward: attention,
     F.scaled_dot_product_attention: dot_product_attention,
+    **RECURRENT_RULES,
 }
-
-
-# Any function of weights and activations that has no rule: exact per-record gradients by torch.func, with a notice.
-#
-# It writes out the gradients of some records at a time and runs the function again: correct, but slower than a rule.
-
-_noticed: set[str] = set()
-
-
-def fallback(tracker: ParameterTracker, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    named = {id(x): x for x in tensors_in(args, kwargs)}
-    known = [x for x in named.values() if tracker.source(x) is not None]
-    varying = [x for x in named.values() if tracker.varies(x)]
-    name, weights_of = getattr(func, "__name__", str(func)), tracker.names_of(known)
-    _notice(name, " and ".join(weights_of))
-    for x in varying:
-        tracker.times(len(x), " and ".join(tracker.names_of(known)))
-
-    def run(weights: list[Tensor], inputs: Any) -> Tensor:
-        new = dict(zip([*map(id, known), *map(id, varying)], [*weights, *inputs], strict=True))
-        out = func(*swapped(args, lambda x: new.get(id(x), x)), **swapped(kwargs, lambda x: new.get(id(x), x)))
-        if not isinstance(out, Tensor) or not out.dim():
-            raise ClipError(f"{name} of {weights_of[0]} returns no tensor of records; there is no rule to clip it")
-        return out
-
-    sources = [tracker.source(x) for x in known]
-    for source in sources:
-        assert source is not None
-        tracker.use(source)
-    fixed = [source.value.detach() for source in sources if source is not None]
-
-    def report(inputs: tuple[Tensor, ...], gradient: Tensor) -> None:
-        parts = tuple(x.unflatten(0, (tracker.records, -1)) for x in inputs)
-        upstream = gradient.unflatten(0, (tracker.records, -1))
-        for number, source in enumerate(sources):
-            assert source is not None
-
-            def pull(inputs: Any, upstream: Tensor, number: int = number) -> Tensor:
-                dtype = upstream.dtype
-                others = [x.to(dtype) for x in fixed]
-                one = lambda w: run([*others[:number], w, *others[number + 1 :]], inputs)  # noqa: E731
-                return torch.func.vjp(one, others[number])[1](upstream)[0]
-
-            tracker.report(
-                source.written(
-                    parts,
-                    upstream,
-                    lambda inputs, upstream, pull=pull: torch.vmap(pull)(inputs, upstream),
-                    lambda inputs, upstream, pull=pull: pull([x.flatten(0, 1) for x in inputs], upstream.flatten(0, 1)),
-                )
-            )
-
-    return GenericFunction.apply(tracker.anchor, lambda *inputs: run(fixed, inputs), report, *varying)
-
-
-def _notice(function: str, names: str) -> None:
-    if function not in _noticed:
-        _noticed.add(function)
-        warnings.warn(
-            f"{function} has no clipping rule of its own; gradients of {names} are written out record by record",
-            stacklevel=2,
-        )

@@ -1,6 +1,7 @@
 """Per-record gradients from Opacus's hooks: an independent engine, to check ours on models of plain layers.
 
-It keeps all gradients of all records in memory, and refuses what Opacus cannot handle: bare parameters, tied weights.
+It runs one record after the other, and keeps all gradients in memory. It refuses what Opacus cannot handle: bare
+parameters, tied weights.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.precision import Precision
-from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.rows import of_slots, slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import GradientSums
 
@@ -46,23 +47,31 @@ class OpacusClip:
         rule: ClipRule | None = None,
     ) -> Clipped:  # fmt: skip
         rule = rule or self.rule
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        losses: list[Tensor] = []
+        found: dict[str, list[Tensor]] = {name: [] for name in trained}
         hooked = GradSampleModule(model, loss_reduction="sum")
         try:
-            losses = slot_losses(hooked, inputs, len(present))
-            losses.sum().backward()
-            found = {n: p.grad_sample for n, p in model.named_parameters() if p.requires_grad}  # pyright: ignore[reportAttributeAccessIssue]
-            with torch.no_grad():
-                return self._add(found, losses.detach(), present, sums, rule)
+            for record in range(len(present)):  # forward() is given no other
+                alone = of_slots(inputs, torch.tensor([record], device=present.device), len(present))
+                loss = slot_losses(hooked, alone, 1)
+                loss.sum().backward()
+                losses.append(loss.detach())
+                for name, p in trained.items():
+                    found[name].append(p.grad_sample.double().sum(0))  # pyright: ignore[reportAttributeAccessIssue]
+                    p.grad = p.grad_sample = None  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             for p in model.parameters():
                 p.grad = None
             hooked.to_standard_module()
+        samples = {name: torch.stack(gradients) for name, gradients in found.items()}
+        with torch.no_grad():
+            return self._add(samples, torch.cat(losses), present, sums, rule)
 
     def _add(
-        self, found: Mapping[str, Tensor], losses: Tensor, present: Tensor, sums: GradientSums, rule: ClipRule
+        self, samples: Mapping[str, Tensor], losses: Tensor, present: Tensor, sums: GradientSums, rule: ClipRule
     ) -> Clipped:  # fmt: skip
         """In fp64 throughout: speed does not matter here."""
-        samples = {name: g.double().unflatten(0, (len(present), -1)).sum(1) for name, g in found.items()}
         parts = [g.reshape(len(g), -1) for g in samples.values()]
         norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=1) for g in parts]), dim=0)
         keep = present & torch.isfinite(losses) & torch.isfinite(norms)

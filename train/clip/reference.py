@@ -15,7 +15,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from murmuration.model.attention import use_fused
 from murmuration.train.clip.engine import Clipped
 from murmuration.train.clip.groups import groups_of
+from murmuration.train.clip.isolated import OneMicroBatch
 from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.refusal import refused
 from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, stretches
 from murmuration.train.clip.scaling import Scaling
@@ -60,7 +62,11 @@ class ReferenceClip:
 
         with torch.no_grad():
             records = {name: tensor.unflatten(0, (len(present), -1)) for name, tensor in inputs.items()}
-            per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, records)
+            try:
+                with OneMicroBatch():
+                    per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, records)
+            except RuntimeError as error:
+                raise refused(error, model) or error from error
             if self.scaling is not None:
                 per_record = {name: self.scaling.times(name, gradient) for name, gradient in per_record.items()}
             group_of = groups_of(per_record, rule.grouping)

@@ -1,24 +1,24 @@
 """Sees every use of a trainable parameter while a model runs, without changing the model.
 
 PyTorch passes each of its functions to a TorchFunctionMode before it runs. Parameters are recognised by identity, so
-modules are called as usual (hooks that gather sharded weights fire, checkpointing and fused attention work), tied
-weights are seen wherever they are used, and a parameter used in an unforeseen way goes to the fallback, not unnoticed.
+modules are called as usual (hooks that gather sharded weights fire, checkpointing and fused attention work) and tied
+weights are seen wherever they are used. The model itself runs on one record at a time (`isolated.py`): a function that
+has a rule is called with the tensors of all records, and a parameter used in any other way becomes one copy for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
-from murmuration.train.clip.functions import PerRecord, frozen_linear
+from murmuration.train.clip.functions import PerRecord
+from murmuration.train.clip.isolated import OneMicroBatch, directly, enter, is_of_records, leave, outside
 from murmuration.train.clip.per_record import (
     Dense,
     OuterProduct,
@@ -30,7 +30,6 @@ from murmuration.train.clip.per_record import (
     over_tokens,
     wide,
 )
-from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.standardised import Standardisation, ViaStandardisation
 
 
@@ -62,6 +61,8 @@ class TrackedTensor:
     leaves: dict[str, Tensor]
     view: Literal["same", "transposed"] | None
     standardised: StandardisedRows | None = None
+    again: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
+    """Makes the same view of what stands in the place of the parameter; None if it is the parameter, or computed."""
 
     @property
     def value(self) -> Tensor:
@@ -155,15 +156,11 @@ LOOKING = {
     "detach", "detach_", "data", "grad", "grad_fn", "is_leaf", "requires_grad", "size", "dim", "numel", "stride",
     "is_floating_point", "is_contiguous", "shape", "ndim", "dtype", "device", "is_cuda", "data_ptr", "__len__",
 }  # fmt: skip
-ELEMENTWISE = {
-    "add", "add_", "__radd__", "sub", "sub_", "__rsub__", "rsub", "mul", "mul_", "__rmul__", "div", "div_",
-    "true_divide", "__rtruediv__", "where", "lerp", "addcmul", "maximum", "minimum", "multiply", "subtract", "divide",
-}  # fmt: skip
 
 Handler = Callable[..., Any]
 
 
-class ParameterTracker(TorchFunctionMode):
+class ParameterTracker(OneMicroBatch):
     """For one forward and backward pass of `records` records. `report` takes pieces, and how often each weight is used.
 
     Nothing that it references may refer back to it: a cycle that waits for Python's garbage collector keeps a
@@ -171,59 +168,52 @@ class ParameterTracker(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        constants: Iterable[Tensor],
-        records: int,
-        report: Callable[[Sequence[Reported], Mapping[str, int]], None],
-        layers: Mapping[Any, Handler],
-        fallback: Handler,
-    ) -> None:
+        self, parameters: Mapping[str, nn.Parameter], records: int, device: torch.device,
+        report: Callable[[Sequence[Reported], Mapping[str, int]], None] | None, layers: Mapping[Any, Handler],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.records = records
         self._report = report
         self.used: dict[str, int] = {}
         self.counting = True
-        device = next(iter(parameters.values())).device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._layers, self._fallback = layers, fallback
+        self._layers = layers
         self._names = {id(p): name for name, p in parameters.items()}
         self.parameters = parameters
         self._sources: dict[int, TrackedTensor] = {}
-        self._constants = {id(tensor) for tensor in constants}
+        self._copies: dict[int, Tensor] = {}
         # Where an engine reclaims a parameter's memory after use, autograd must save a copy of it.
         lent = any(getattr(p, "lent", False) for p in parameters.values())
         self._kept = saved_tensors_hooks(_copy, lambda x: x) if lent else nullcontext()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not torch.is_grad_enabled() and not self.counting:  # the backward pass itself
-            return func(*args, **kwargs)
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        rule = self._layers.get(func)
+        if rule is not None and directly():
+            return rule(self, *args, **kwargs)
+        return self.otherwise(func, args, kwargs)
+
+    def otherwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a function that has no rule for these arguments."""
         if not torch.is_grad_enabled() or not self._holds_known(args, kwargs):
-            return self._unweighted(func, args, kwargs)
-        handler = self._layers.get(func)
-        if handler is not None:
-            return handler(self, *args, **kwargs)
+            return func(*args, **kwargs)
         name = _name(func)
         if name in LOOKING or name.startswith(("__set", "requires_grad")):
             return func(*args, **kwargs)
-        if not any(self.varies(x) for x in tensors_in(args, kwargs)):
+        if not any(is_of_records(x) for x in tensors_in(args, kwargs)):
             return self.computed(func, args, kwargs)
-        if name in ELEMENTWISE:
-            return self.elementwise(func, args, kwargs)
-        return self.fallback(func, args, kwargs)
-
-    def fallback(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return self._fallback(self, func, args, kwargs)
+        return func(*swapped(args, self.copy_of), **swapped(kwargs, self.copy_of))
 
     def source(self, tensor: Tensor) -> TrackedTensor | None:
-        """The trainable parameters behind a tensor; None if there are none."""
+        """The trainable parameters behind a tensor; None if there are none, or none is to be learnt from here."""
+        if not torch.is_grad_enabled():
+            return None
         found = self._sources.get(id(tensor))
         # A sharded parameter has its shape only while its layer runs; an entry from before is useless.
         stale = found is not None and found.tensor is tensor and found.shape != tensor.shape
         if id(tensor) in self._names and (found is None or stale):
             # A leaf of its own: what is computed from weights alone is recorded outside the records' graph.
-            leaf = tensor.detach().requires_grad_()
+            with outside():
+                leaf = tensor.detach().requires_grad_()
             found = TrackedTensor(tensor, {self._names[id(tensor)]: leaf}, "same")
             self._sources[id(tensor)] = self._sources[id(leaf)] = found
         return found
@@ -237,57 +227,60 @@ class ParameterTracker(TorchFunctionMode):
     def report(self, pieces: Sequence[Reported]) -> None:
         # Handling pieces is not a use of a parameter, so it need not pass through here.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            assert self._report is not None, "only parameters are reported"
             self._report(pieces, self.used)
 
-    def per_record(self, source: TrackedTensor) -> Tensor:
-        """[B, *shape]: ordinary autograd continues from here, record by record."""
-        self.use(source)
-        return PerRecord.apply(
-            self.anchor, source.value.detach(), self.records, lambda gradient: self.report(source.whole(gradient))
-        )
+    def forget(self) -> None:
+        """The copies' graph refers to this object."""
+        self._copies.clear()
 
-    def times(self, leading: int, what: str) -> int:
-        """Rows per record, where the first dimension has `leading` rows and those of a record are contiguous."""
-        if leading % self.records:
-            raise ClipError(
-                f"{what} was applied to rows whose number is not a multiple of the number of records, which cannot be "
-                "told apart; keep records in the first dimension of every activation"
-            )
-        return leading // self.records
+    def on_records(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Calls a function of rows with those of all records: [B·rows, …], or [B, n] if x is a vector."""
+        whole = leave(x, self.records)
+        if whole.dim() == 2:
+            with outside():
+                return enter(function(whole))
+        lead = whole.shape[:2]
+        with outside():
+            return enter(function(whole.flatten(0, 1)).unflatten(0, lead))
 
-    def _unweighted(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function without weights. Results of fixed numbers alone (a table of positions) are fixed, too."""
-        out = frozen_linear(*args, **kwargs) if func is F.linear else func(*args, **kwargs)
-        fixed = not any(self.varies(x) for x in tensors_in(args, kwargs))
-        if fixed or _name(func).endswith("_"):
-            changed = () if fixed or not args else (args[0],)
-            for x in (*changed, *(out if isinstance(out, (tuple, list)) else (out,))):
-                if isinstance(x, Tensor):
-                    x.same_for_all_records = fixed  # pyright: ignore[reportAttributeAccessIssue]
-        return out
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """One copy of a weight for each record, from which ordinary autograd continues; other tensors as they are."""
+        source = self.source(tensor)
+        return tensor if source is None else self._per_record(source)
+
+    def _per_record(self, source: TrackedTensor) -> Tensor:
+        if source.again is not None:
+            return source.again(self.copy_of)
+        key = id(source.tensor)
+        if key not in self._copies:
+            self.use(source)
+            whole = lambda gradient: self.report(source.whole(gradient))  # noqa: E731
+            with outside():
+                value = source.value.detach()
+                self._copies[key] = enter(PerRecord.apply(self.anchor, value, self.records, whole))
+        return self._copies[key]
 
     def _holds_known(self, args: Any, kwargs: dict[str, Any]) -> bool:
         return any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
 
-    def varies(self, tensor: Tensor) -> bool:
-        """Whether a tensor may differ between records: it is neither a weight nor computed without the records."""
-        if tensor.dim() == 0 or id(tensor) in self._constants or self.source(tensor) is not None:
-            return False
-        return not getattr(tensor, "same_for_all_records", False)
-
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function of weights and constants alone, and records it, so that gradients reach the parameters."""
         known = [source for x in tensors_in(args, kwargs) if (source := self.source(x)) is not None]
+        if not known:
+            return func(*args, **kwargs)
         first, name = known[0], _name(func)
-        if name in SPREADING and (spread := self._spread(first, func, args, kwargs)) is not None:
-            return spread
         with self._kept:
             out = func(*swapped(args, self._leaf), **swapped(kwargs, self._leaf))
+        again = None
+        if len(known) == 1 and (name in IN_ORDER | TRANSPOSING | SPREADING):
+            again = lambda copy: func(*swapped(args, copy), **swapped(kwargs, copy))  # noqa: E731
         leaves = {leaf_name: leaf for source in known for leaf_name, leaf in source.leaves.items()}
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self._sources:
                 view = _view(name, first, tensor, len(known))
-                self._sources[id(tensor)] = TrackedTensor(tensor, leaves, view, _rows_kept(name, first, tensor, leaves))
+                rows = _rows_kept(name, first, tensor, leaves)
+                self._sources[id(tensor)] = TrackedTensor(tensor, leaves, view, rows, again)
         return out
 
     def standardised(self, made: Tensor, name: str, by: Standardisation, gain: TrackedTensor | None) -> None:
@@ -299,58 +292,13 @@ class ParameterTracker(TorchFunctionMode):
         source = self.source(tensor)
         return tensor if name is None or source is None else source.leaves[name]
 
-    def _spread(self, source: TrackedTensor, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """A token repeated for every record; None if the repetition has nothing to do with records."""
-        with torch.no_grad():
-            target = func(source.value, *args[1:], **kwargs).shape
-        added = len(target) - len(source.shape)
-        if not target or target[0] % self.records or (added == 0 and source.shape[0] != 1):
-            return None
-        inner = torch.Size([1] * max(0, added - 1)) + (source.shape if added else source.shape[1:])
-        copies = self.per_record(source).view(self.records, *inner)
-        times = target[0] // self.records
-        pairs = list(zip(target[1:], inner, strict=True))
-        if all(own in (1, size) for size, own in pairs):
-            copies = copies.expand(-1, *target[1:])
-        else:
-            copies = copies.repeat(1, *(size // own for size, own in pairs))
-        return _rows(copies, times)
-
-    def elementwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Combines weights with activations: as one copy per record, broadcast as the parameter itself would be."""
-        result = torch.broadcast_shapes(*(x.shape for x in tensors_in(args, kwargs)))
-        times = self.times(result[0], "a free parameter")
-
-        def copies(tensor: Tensor) -> Tensor:
-            source = self.source(tensor)
-            if source is None:
-                return tensor
-            shape = torch.Size([1] * (len(result) - len(source.shape))) + source.shape
-            if not shape or (shape[0] != 1 and (self.records > 1 or times > 1)):
-                raise ClipError(
-                    f"{self.names(source)} of shape {list(source.shape)} has an element for each row of the batch; "
-                    "records must share their parameters"
-                )
-            whole = self.per_record(source)
-            return _rows(whole.view(self.records, *(shape[1:] if shape[0] == 1 else shape)), times)
-
-        return func(*swapped(args, copies), **swapped(kwargs, copies))
-
     @staticmethod
     def names(source: TrackedTensor) -> str:
         return " and ".join(source.leaves)
 
-    def names_of(self, tensors: Iterable[Tensor]) -> list[str]:
-        return [self.names(source) for x in tensors if (source := self.source(x)) is not None]
-
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _rows(copies: Tensor, times: int) -> Tensor:
-    """[B, …] -> [B·times, …], the copies of a record together."""
-    return copies if times == 1 else copies.repeat_interleave(times, dim=0)
 
 
 def _view(name: str, source: TrackedTensor, out: Tensor, sources: int) -> Any:

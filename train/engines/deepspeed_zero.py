@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.root import ZeroOptimization
 from murmuration.train.config.section import COLLECTIVE_SECONDS
@@ -114,6 +115,7 @@ class DeepSpeedEngine:
         self.partitioned = zero.stage == 3
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         if isinstance(forward, PrivateForward) and self.partitioned:
+            let_frameworks_see_all_records(forward.model)
             self._announce_taps(forward)
         # ZeRO-3 has no option to reduce by a sum.
         self._scale = ranks.world if zero.stage == 3 else 1

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
+from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
@@ -56,6 +57,7 @@ class Units:
                 )
         self.model = model
         self._parts = [fully_shard(part, mesh=mesh, reshard_after_forward=True) for part in parts_of(model)]
+        let_frameworks_see_all_records(model)
         for part in self._parts:
             # Non-private phases reduce to sums, not means.
             part.set_gradient_divide_factor(1.0)

@@ -18,6 +18,7 @@ from murmuration.accounting.plan import ACCURACY
 from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.classifier import Classifier
+from murmuration.train.clip.losses import isolated
 from murmuration.train.clip.rows import slot_mean
 from murmuration.train.config.section import RecipeError
 from murmuration.train.engines.base import Engine, evaluating
@@ -60,9 +61,13 @@ class HeldOutAccuracy:
     def _right(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Per row, for all rows: the number of held-out records must not change a kernel's shapes."""
         here = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+
+        def right(row: dict[str, Tensor]) -> Tensor:
+            logits = self._model.head(row["features"]) if "features" in row else self._model.logits(row["images"])
+            return logits.argmax(1) == row["labels"]
+
         with evaluating(self._model):
-            logits = self._model.head(here["features"]) if "features" in here else self._model.logits(here["images"])
-        return logits.argmax(1) == here["labels"]
+            return isolated(right, here, len(here["labels"])).squeeze(1)
 
 
 def _along(rows: Tensor, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from murmuration.accounting.plan import CURVATURE, SLOPE
 from murmuration.data.draw.micro_batch import MicroBatch
-from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.losses import losses_of
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
@@ -71,7 +71,7 @@ class LossProbes:
         def model(inputs: dict[str, Tensor]) -> Tensor:
             return functional_call(self._engine.model, dict(weights), (inputs,))
 
-        return slot_losses(model, batch.inputs, len(batch.present)).double()
+        return losses_of(model, batch.inputs, len(batch.present)).double()
 
 
 def weights_before(engine: Engine, ranks: Ranks) -> dict[str, Tensor]:

@@ -16,6 +16,8 @@ from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import OptimizerShard
 from murmuration.train.noise.update import Update
 
+SPECIAL = (0, 1, -1, -100)
+"""Padding of most tokenizers, of RoBERTa's, missing labels, and labels that PyTorch ignores."""
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
@@ -105,6 +107,19 @@ class SyntheticRecords:
             for tensor in scaled.values():
                 tensor[rows] = tensor[rows] * factor
             yield where, {**inputs, **scaled}
+
+    def at_their_ends(self, inputs: dict[str, Tensor], beyond: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """The inputs, with each integer one of the first record set to numbers that mean something of their own: the
+        least and the largest, padding, ignored labels. `beyond`: also numbers that the records do not have."""
+        for name, tensor in inputs.items():
+            if tensor.is_floating_point() or tensor.dtype == torch.bool or name == DROP_KEY or not tensor.numel():
+                continue
+            least, largest = int(tensor.min()), int(tensor.max())
+            for value in dict.fromkeys((least, largest, *SPECIAL)):
+                if beyond or least <= value <= largest:
+                    changed = tensor.clone()
+                    changed[: self.rows] = value
+                    yield f"{name} = {value}", {**inputs, name: changed}
 
 
 def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:

@@ -1,0 +1,216 @@
+"""A record never meets another, whatever the module: each of the zoo is refused, or clips what a loop over single
+records clips."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import murmuration
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.isolated import kept_of_records
+from murmuration.train.clip.losses import isolated, losses_of
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.self_test.self_test import SelfTestError
+from tests.support import zoo
+
+BOUND = 0.1
+RULE = ClipRule("flat", BOUND, 0.0)
+Make = Callable[[], nn.Module]
+
+
+def size(gradient: dict[str, Tensor]) -> float:
+    return float(torch.cat([x.flatten().double() for x in gradient.values()]).norm())
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return size({name: one[name].double() - other[name].double() for name in one})
+
+
+def one_by_one(model: nn.Module, inputs: zoo.Inputs) -> dict[str, Tensor]:
+    """The clipped sum of gradients of fresh copies, each of which has seen one record alone."""
+    total: dict[str, Tensor] = {}
+    for row in range(len(next(iter(inputs.values())))):
+        own = copy.deepcopy(model)
+        trained = {name: p for name, p in own.named_parameters() if p.requires_grad}
+        loss = own({name: x[row : row + 1] for name, x in inputs.items()}).sum()
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        gradient = {
+            name: torch.zeros_like(p).double() if g is None else g.double()
+            for (name, p), g in zip(trained.items(), found, strict=True)
+        }
+        factor = min(1.0, BOUND / max(size(gradient), 1e-30))
+        total = {name: total.get(name, 0.0) + factor * g for name, g in gradient.items()}
+    return total
+
+
+def moved(clip: BookKeepingClip, model: nn.Module, inputs: zoo.Inputs, whole: dict[str, Tensor]) -> float:
+    """How far the sum moves, in units of C, when a record gives way to an empty slot, which is all zeros."""
+    worst = 0.0
+    for row in range(len(next(iter(inputs.values())))):
+        blank = {name: x.clone() for name, x in inputs.items()}
+        for x in blank.values():
+            x[row] = 0
+        present = torch.arange(len(next(iter(inputs.values())))) != row
+        worst = max(worst, distance(whole, clipped_totals(clip, model, blank, present)[0]) / BOUND)
+    return worst
+
+
+def clipped(model: nn.Module, inputs: zoo.Inputs) -> tuple[BookKeepingClip, dict[str, Tensor]]:
+    clip = BookKeepingClip(RULE)
+    clip.prepare(model)
+    return clip, clipped_totals(clip, model, inputs, torch.ones(len(next(iter(inputs.values()))), dtype=torch.bool))[0]
+
+
+REFUSED = {
+    "padding dropped": "picks rows or elements", "packed by lengths": "packed sequences",
+    "branch on the batch": "branches on what a record holds", "a number read": "reads a number",
+    "frozen counter": "writes a record's values", "counter in a buffer": "writes a record's values",
+    "counter by .data": "writes a record's values", "buffer replaced": "in the place of counts",
+    "frozen max_norm": "max_norm", "trained max_norm": "max_norm", "scaled by frequency": "scale_grad_by_freq",
+    "prototypes moved": "writes a record's values", "frozen prototypes moved": "writes a record's values",
+    "queue": "kept a tensor of an earlier", "late queue": "kept a tensor of an earlier",
+    "global list": "kept a tensor of an earlier", "running mean": "kept a tensor of an earlier",
+    "one mean": "losses of shape", "batch norm": "running statistics", "sync batch norm": "running statistics",
+    "instance norm with statistics": "running statistics", "dropout": "draws random numbers",
+    "noise": "draws random numbers", "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
+    "function of one's own": "autograd.Function of its own", "experts by index": "picks rows or elements",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", zoo.hostile())
+def test_a_module_that_would_let_records_meet_is_refused_or_cannot(name: str) -> None:
+    model = zoo.hostile()[name]()
+    inputs: zoo.Inputs = model.data()  # pyright: ignore[reportCallIssue]
+    before = copy.deepcopy(model.state_dict())
+    if name in REFUSED:
+        with pytest.raises(ClipError, match=REFUSED[name]):
+            clip, whole = clipped(model, inputs)
+            moved(clip, model, inputs, whole)
+    else:
+        clip, whole = clipped(model, inputs)
+        assert moved(clip, model, inputs, whole) <= 1 + 1e-5
+        assert distance(whole, one_by_one(model, inputs)) <= 1e-5 * size(whole)
+    if name != "buffer replaced":
+        # BatchNorm counts its passes before it meets a record.
+        same = {key: torch.equal(x, before[key]) for key, x in model.state_dict().items() if "num_batches" not in key}
+        assert all(same.values()), f"it wrote into {same}"
+
+
+@pytest.mark.parametrize("name", zoo.ordinary())
+def test_an_ordinary_module_is_clipped_record_by_record(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = zoo.ordinary()[name]()
+        inputs: zoo.Inputs = model.data()  # pyright: ignore[reportCallIssue]
+        kept = kept_of_records()
+        clip, whole = clipped(model, inputs)
+        assert moved(clip, model, inputs, whole) <= 1 + 1e-5
+        assert distance(whole, one_by_one(model, inputs)) <= 2e-5 * size(whole)
+    assert not kept_of_records() - kept
+
+
+@pytest.mark.parametrize("make", [zoo.TokensOfTheBatch, zoo.SortedByLength, zoo.RareContrast])
+def test_the_reference_says_the_same(make: Make) -> None:
+    model = make()
+    inputs: zoo.Inputs = model.data()  # pyright: ignore[reportCallIssue]
+    clip, present = ReferenceClip(RULE), torch.ones(zoo.RECORDS, dtype=torch.bool)
+    clip.prepare(model)
+    assert distance(clipped_totals(clip, model, inputs, present)[0], clipped(model, inputs)[1]) <= 1e-6
+
+
+def test_the_place_of_a_refusal_is_the_users_own_line() -> None:
+    with pytest.raises(ClipError, match=r"the model \(BranchOnTheBatch\) at zoo\.py:\d+ branches on"):
+        clipped(zoo.BranchOnTheBatch(), zoo.pictures())
+    with pytest.raises(ClipError, match=r"layer \(BatchNorm2d\) at zoo\.py:\d+ "):
+        clipped(zoo.Normalised(nn.BatchNorm2d(4)), zoo.pictures())
+
+
+def test_rows_of_one_record_may_meet() -> None:
+    """Views of a record, or the records of a patient, are clipped as one."""
+    seen: list[tuple[int, ...]] = []
+
+    def model(inputs: zoo.Inputs) -> Tensor:
+        seen.append(tuple(inputs["x"].shape))
+        return inputs["x"].mean() * inputs["x"]
+
+    inputs = {"x": torch.arange(6.0), "row_share": torch.full((6,), 0.5)}
+    assert losses_of(model, inputs, 3).tolist() == [0.25, 6.25, 20.25]
+    assert seen == [(2,)]
+
+
+def test_whatever_is_computed_of_one_record_is_given_back_for_all() -> None:
+    found = isolated(lambda record: record["x"].softmax(0), {"x": torch.randn(4, 3)}, 4)
+    assert torch.equal(found, torch.ones(4, 1, 3)), "a softmax over the batch is one over one record"
+    assert torch.equal(isolated(lambda record: torch.ones(2), {"x": torch.randn(4, 3)}, 4), torch.ones(4, 2))
+
+
+# Through the public class, on the data that show the worst: the runs that once had a certificate and were told apart.
+
+
+def trained_on(folder: Path, module: nn.Module, inputs: zoo.Inputs, **more: Any) -> dict[str, Tensor]:
+    def synthetic(count: int, seed: int) -> zoo.Inputs:
+        draw = torch.Generator().manual_seed(seed)
+        return {
+            "tokens": torch.randint(2, zoo.WORDS, (count, zoo.TOKENS), generator=draw),
+            "targets": torch.randint(0, zoo.CLASSES, (count, zoo.TOKENS), generator=draw),
+            "label": torch.randint(0, 3, (count,), generator=draw),
+        }
+
+    def read(number: np.ndarray) -> zoo.Inputs:
+        return {name: x[number] for name, x in inputs.items()}
+
+    settings: dict[str, Any] = dict(
+        synthetic=synthetic, records=len(inputs["label"]), dataset="worst", run_dir=folder, steps=1, epsilon=8,
+        delta=1e-5, expected_batch=len(inputs["label"]), micro_batch=8, clip_norm=BOUND, debug_seed=5,
+    )  # fmt: skip
+    with murmuration.PrivateTraining(module, read, **(settings | more)) as training:
+        training.prove()
+        training.step(1, 1.0)
+        return {name: tensor.clone() for name, tensor in training.weights().items()}
+
+
+def test_a_loss_over_the_tokens_of_the_batch_moves_a_run_by_c_at_most(tmp_path: Path) -> None:
+    """It once moved by 20·C, under a certificate: forward() sees one record, whose tokens are all there are."""
+    from murmuration.train.config.optimizer import Optimizer, OptimizerParams
+
+    tokens = torch.full((32, zoo.TOKENS), zoo.PAD)
+    tokens[:, :2] = 7
+    there = {"tokens": tokens, "targets": tokens % zoo.CLASSES, "label": torch.zeros(32, dtype=torch.long)}
+    blank = {name: x.clone() for name, x in there.items()}
+    blank["tokens"][0] = 0
+    sgd = Optimizer(type="SGD", params=OptimizerParams(momentum=0.0, weight_decay=0.0))
+    weights = []
+    for name, inputs in (("there", there), ("blank", blank)):
+        torch.manual_seed(0)
+        weights.append(trained_on(tmp_path / name, zoo.TokensOfTheBatch(), inputs, optimizer=sgd))
+    # The same keys, and so the same noise: what differs is one record's share of the sum, divided by the batch.
+    assert 0 < distance(*weights) * 32 <= 2 * BOUND * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (zoo.FrozenCounter, "writes a record's values"), (zoo.FrozenMaxNorm, "max_norm"),
+        (zoo.MovedFrozenPrototypes, "writes a record's values"), (zoo.LateMixup, "the attribute calls changed"),
+        (zoo.LateQueue, "kept a tensor|the attribute queue"),
+    ],
+)  # fmt: skip
+def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Path, make: Make, why: str) -> None:
+    with pytest.raises((SelfTestError, LedgerError), match=why):
+        trained_on(tmp_path / "run", make(), zoo.texts())
+    # Nothing but the ledger's first lines was written, and the folder can be used again.
+    assert not re.search('"kind": ?"open"', (tmp_path / "run" / "ledger.jsonl").read_text())
+    trained_on(tmp_path / "run", zoo.Text(), zoo.texts(), new_segment="another module")

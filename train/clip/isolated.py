@@ -1,0 +1,208 @@
+"""A record never meets another: the forward pass is given one record, and PyTorch's `vmap` batches it.
+
+`forward()` sees a batch of one, or the few rows of one record where it has views or belongs to a unit. So a mean over
+the batch is a mean over one, and a sort sorts one. A branch on data, rows chosen by what they hold, a random draw and a
+write into a tensor that all records share are refused by PyTorch itself. Nothing has to be known about the module, and
+nothing of it is probed.
+
+Some functions must be called with the tensors of all records at once: those whose operands a clip engine keeps, and
+those for which vmap has no rule and would loop. They leave vmap for one call. What is called so is ours, or a
+framework's hook that gathers weights and changes no activation.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+from torch._functorch.predispatch import lazy_load_decompositions
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+
+from murmuration.train.clip.rule import ClipError
+
+# Records are batched at the first level; a module's own torch.func transforms lie above it.
+LEVEL = 1
+ASK_ABOUT_MASKS = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
+FRAMEWORKS = ("deepspeed.", "torch.distributed.")
+
+# What runs in this context sees plain tensors; those of records must be taken out of vmap first (`leave`).
+outside = temporarily_clear_interpreter_stack
+
+
+def is_of_records(x: Any) -> bool:
+    """Whether a tensor may differ between records: in an isolated pass, all that is computed from an input."""
+    if not isinstance(x, Tensor):
+        return False
+    while functorch.is_gradtrackingtensor(x):  # a module's own torch.func.grad
+        x = functorch.get_unwrapped(x)
+    return functorch.is_batchedtensor(x)
+
+
+def directly() -> bool:
+    """Whether forward() itself runs, isolated, and not a torch.func transform of the module's own."""
+    return functorch.maybe_current_level() == LEVEL
+
+
+def enter(tensor: Tensor) -> Tensor:
+    """[B, …] as forward() sees it: […], for each record its own."""
+    return functorch._add_batch_dim(tensor, 0, LEVEL)
+
+
+def leave(tensor: Tensor, slots: int) -> Tensor:
+    """[B, …]: the tensor of all records."""
+    whole, dimension = functorch._unwrap_batched(tensor, LEVEL)
+    if dimension is None:
+        return whole.unsqueeze(0).expand(slots, *whole.shape)
+    return whole if dimension == 0 else whole.movedim(dimension, 0)
+
+
+class OneMicroBatch(TorchFunctionMode):
+    """Marks what one pass computes of its records, so that no other pass can use it.
+
+    A module may keep a tensor in a list or an attribute. In the next micro-batch, vmap would pair its records with
+    those of this one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__bool__ and _asks_whether_a_mask_can_be_left_out(args[0]):
+            return False
+        for x in (*args, *kwargs.values()):
+            for tensor in x if isinstance(x, (tuple, list)) else (x,):
+                if not is_of_records(tensor):
+                    continue
+                if getattr(tensor, "of_pass", None) is None:  # of an input, or of a transform of the module's own
+                    tensor.of_pass = self
+                if tensor.of_pass is not self or isinstance(tensor, nn.Parameter):
+                    raise ClipError(
+                        "the model kept a tensor of an earlier micro-batch and used it again, so records would meet "
+                        "those of other steps; let forward() keep nothing"
+                    )
+        out = self.call(func, args, kwargs)
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if is_of_records(tensor):
+                tensor.of_pass = self
+        return out
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+def kept_of_records() -> set[int]:
+    """The tensors of records that are held somewhere, by id(); a pass should leave none."""
+    gc.collect()
+    return {id(x) for x in gc.get_objects() if issubclass(type(x), Tensor) and is_of_records(x)}
+
+
+def _asks_whether_a_mask_can_be_left_out(x: Any) -> bool:
+    """Language models of transformers skip a mask that hides nothing, which would be a branch on data. It is always
+    right to keep it."""
+    return is_of_records(x) and sys._getframe(2).f_globals.get("__name__") in ASK_ABOUT_MASKS
+
+
+def let_frameworks_see_all_records(model: nn.Module) -> None:
+    """Frameworks that shard weights gather and release them in hooks on modules, by autograd functions that have no
+    rule for vmap and act once for all records. Hooks of anyone else see one record, as the model does."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                if str(getattr(hook, "__module__", "")).startswith(FRAMEWORKS):
+                    hooks[key] = _of_all_records(hook)
+
+
+def _of_all_records(hook: Callable[..., Any]) -> Callable[..., Any]:
+
+    @wraps(hook)
+    def act(module: nn.Module, *given: Any, **options: Any) -> Any:
+        if functorch.maybe_current_level() is None:
+            return hook(module, *given, **options)
+        flat, form = pytree.tree_flatten((given, options))
+        whole = [_first(x) if is_of_records(x) else x for x in flat]
+        own, more = pytree.tree_unflatten(whole, form)
+        with outside():
+            found = hook(module, *own, **more)
+        if found is None:
+            return None
+        # Hooks return what they were given last, the inputs or the output, in the same form.
+        results, form = pytree.tree_flatten(found)
+        before = next(x for x in (pytree.tree_leaves(given[-1]), pytree.tree_leaves(given)) if len(x) == len(results))
+        return pytree.tree_unflatten(
+            [enter(new) if is_of_records(old) else new for new, old in zip(results, before, strict=True)], form
+        )
+
+    return act
+
+
+def _first(tensor: Tensor) -> Tensor:
+    whole, dimension = functorch._unwrap_batched(tensor, LEVEL)
+    return whole.movedim(dimension, 0)
+
+
+@contextmanager
+def entered(slots: int) -> Iterator[None]:
+    """Tensors that `enter` here are batched over so many records; a checkpointed layer enters again to run again."""
+    with _vmap(slots), _checkpoints_isolated(slots):
+        yield
+
+
+@contextmanager
+def _vmap(slots: int) -> Iterator[None]:
+    # Not torch.func.vmap, which would forbid hooks on saved tensors; checkpointed layers are made of them.
+    if functorch.maybe_current_level() is not None:
+        raise ClipError("the private forward pass was called within a torch.func transform; call it outside")
+    lazy_load_decompositions()  # rules that PyTorch has in Python, without which it would loop over records
+    functorch._vmap_increment_nesting(slots, "error")
+    try:
+        yield
+    finally:
+        functorch._vmap_decrement_nesting()
+
+
+@contextmanager
+def _checkpoints_isolated(slots: int) -> Iterator[None]:
+    """A checkpointed layer runs again in the backward pass, when vmap was left: it must enter it once more.
+
+    torch.utils.checkpoint has no public way to say how a function is run again.
+    """
+    plain = checkpoint._checkpoint_without_reentrant_generator
+
+    def isolated(function: Callable[..., Any], *settings_and_args: Any, **kwargs: Any) -> Iterator[None]:
+        settings, args = settings_and_args[:5], settings_and_args[5:]
+        if not directly():
+            yield from plain(function, *settings, *args, **kwargs)
+            return
+        flat, form = pytree.tree_flatten((args, kwargs))
+        batched = [is_of_records(x) for x in flat]
+
+        def again(*whole: Any) -> None:
+            with entered(slots):
+                own = [enter(x) if of_records else x for x, of_records in zip(whole, batched, strict=True)]
+                args, kwargs = pytree.tree_unflatten(own, form)
+                function(*args, **kwargs)
+
+        whole = [leave(x, slots) if of_records else x for x, of_records in zip(flat, batched, strict=True)]
+        steps = plain(again, *settings, *whole)
+        with outside():
+            next(steps)
+        try:
+            yield
+        except BaseException as error:
+            steps.throw(error)
+        else:
+            next(steps, None)
+
+    checkpoint._checkpoint_without_reentrant_generator = isolated
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = plain

@@ -1,0 +1,68 @@
+"""The loss of each record, from a forward pass that was given no other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from murmuration.train.clip.isolated import enter, entered, leave
+from murmuration.train.clip.layers import LAYER_RULES
+from murmuration.train.clip.refusal import refused
+from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.tracker import ParameterTracker
+
+Model = Callable[[dict[str, Tensor]], Tensor]
+
+
+def losses_of(
+    model: Model, inputs: Mapping[str, Tensor], slots: int, tracker: ParameterTracker | None = None
+) -> Tensor:  # fmt: skip
+    """[slots], of inputs whose first dimension has the rows of all records, those of one record together.
+
+    Without a tracker, nothing is kept for the clip engine, and autograd sees the weights as usual.
+    """
+
+    def loss(record: dict[str, Tensor]) -> Tensor:
+        found = slot_losses(model, record, 1)
+        if found.shape != (1,):
+            rows = len(next(iter(record.values())))
+            raise ClipError(
+                f"the model returned losses of shape {list(found.shape)} for a record with {rows} "
+                f"{'row' if rows == 1 else 'rows'}; forward() is given one record at a time, and must return one loss "
+                "for each row"
+            )
+        return found.squeeze(0)
+
+    return isolated(loss, inputs, slots, tracker, model)
+
+
+def isolated(
+    run: Model, inputs: Mapping[str, Tensor], slots: int, tracker: ParameterTracker | None = None, model: Any = None
+) -> Tensor:  # fmt: skip
+    """[slots, …]: what `run` returns of each record by itself. `model`: whose modules a refusal names."""
+    device = next(iter(inputs.values())).device
+    plain = tracker or ParameterTracker({}, slots, device, None, LAYER_RULES)
+    with uncompiled(), plain, entered(slots):
+        record = {name: enter(tensor.unflatten(0, (slots, -1))) for name, tensor in inputs.items()}
+        try:
+            return leave(run(record), slots)
+        except ClipError:
+            raise
+        except Exception as error:
+            sentence = refused(error, model)
+            if sentence is None:
+                raise
+            raise sentence from error
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Disables compiled code, which calls no function that could be watched; the model runs as written instead."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it would take seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

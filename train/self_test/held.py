@@ -1,0 +1,124 @@
+"""What a model holds between passes: weights, buffers, and whatever Python keeps in its modules.
+
+A record's own values cannot be written into tensors that records share (`clip/isolated.py`). This is the second line:
+nothing in the model may differ after a pass, but for the weights that an update moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from murmuration.train.clip.isolated import is_of_records
+from murmuration.train.engines.base import digest_of
+
+# Elements that are added up at a time.
+STRETCH = 1 << 22
+# Attributes in which engines that shard a model keep their books; those of every module are PyTorch's own.
+OF_ENGINES = (
+    "ds_", "_ds_", "applied_pre_backward", "_external_params", "_original_parameters", "pre_bwd_fn", "post_bwd_fn",
+    "all_parameters", "_fsdp", "fsdp_",
+)  # fmt: skip
+OF_MODULES = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+DEEP, LONG = 3, 100
+"""How far into containers, and how many of their elements are looked at."""
+
+
+@dataclass(frozen=True)
+class Held:
+    tensors: dict[str, tuple[int, ...]]
+    """Checksums of parameters and buffers, of this rank's part where they are sharded."""
+    attributes: dict[str, str]
+    trained: frozenset[str]
+
+    @staticmethod
+    def by(model: nn.Module) -> Held:
+        found = {f"the parameter {name}": _part(p) for name, p in model.named_parameters()}
+        found |= {f"the buffer {name}": buffer for name, buffer in model.named_buffers()}
+        trained = frozenset(f"the parameter {name}" for name, p in model.named_parameters() if p.requires_grad)
+        return Held(checksums(found), attributes_of(model), trained)
+
+    def but_for_trained(self) -> Held:
+        frozen = {name: found for name, found in self.tensors.items() if name not in self.trained}
+        return replace(self, tensors=frozen)
+
+    def changed(self, now: Held) -> str | None:
+        """The first thing that differs, in words."""
+        for before, after in ((self.tensors, now.tensors), (self.attributes, now.attributes)):
+            for name in sorted(before.keys() | after.keys()):
+                if before.get(name) != after.get(name):
+                    return name
+        return None
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Two sums of each tensor's bits, the second weighted by place. They are computed where the tensors are, and
+    fetched together."""
+    if not tensors:
+        return {}
+    sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
+    device = sums[0].device
+    fetched = torch.stack([each.to(device) for each in sums]).tolist()
+    return {name: (*tensor.shape, *found) for (name, tensor), found in zip(tensors.items(), fetched, strict=True)}
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    whole = len(flat) // 4 * 4
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for words in (flat[:whole].view(torch.int32), flat[whole:]):
+        for start in range(0, len(words), STRETCH):
+            part = words[start : start + STRETCH].long()
+            # Products wrap as in C; an odd factor loses no bit of a word.
+            places = 2 * torch.arange(start, start + len(part), device=tensor.device) + 1
+            total += torch.stack([part.sum(), (part * places).sum()])
+    return total
+
+
+def _part(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return getattr(parameter, "ds_tensor", parameter)
+
+
+def attributes_of(model: nn.Module) -> dict[str, str]:
+    """What Python keeps in each module, as words that change when it does: numbers, lengths, digests of tensors."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        place = f"{path}." if path else ""
+        for name, value in vars(module).items():
+            if name not in OF_MODULES and not name.startswith(OF_ENGINES):
+                found[f"the attribute {place}{name}"] = _in_words(value, DEEP)
+        for name in HOOKS:
+            found[f"the hooks {place}{name}"] = str([id(hook) for hook in vars(module)[name].values()])
+    return found
+
+
+def _in_words(value: Any, depth: int) -> str:
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return "a record's" if is_of_records(value) else f"{list(value.shape)} {digest_of(value)}"
+    if isinstance(value, np.ndarray):
+        return f"{kind} {value.shape} {hash(value.tobytes())}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, nn.Module) or not depth:
+        return kind
+    if isinstance(value, Mapping):
+        return f"{kind} of {len(value)}: {_each(value.items(), depth)}"
+    if isinstance(value, (Sequence, AbstractSet)):
+        return f"{kind} of {len(value)}: {_each(value, depth)}"
+    return f"{kind} {_each(vars(value).items(), depth)}" if hasattr(value, "__dict__") else kind
+
+
+def _each(values: Iterable[Any], depth: int) -> list[str]:
+    return [_in_words(value, depth - 1) for value, _ in zip(values, range(LONG), strict=False)]
