@@ -12,9 +12,8 @@ import pytest
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import best_banded
-from murmuration.accounting.certificate.certificate import CertificateError, verify, write
+from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.composition import total
-from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
@@ -24,7 +23,7 @@ from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, slots_for, threshold_of
 from murmuration.accounting.strict_json import parse, read
 from tests.support import acc_world
-from tests.support.acc_world import CONFIG, DATA, begin, rewritten
+from tests.support.acc_world import CONFIG, DATA, begin, certified, rewritten
 
 SLOTS = 4
 PLAN = replace(
@@ -122,8 +121,7 @@ def finished(folder: Path) -> dict[str, Any]:
     train(journal, range(1, 13))
     journal.checkpointed(0, 12, "digest")
     journal.finish()
-    write(compose(journal.history, journal.ledger.entries, {}), folder)
-    journal.ledger.close()
+    certified(journal)
     return json.loads((folder / "certificate.json").read_text())
 
 

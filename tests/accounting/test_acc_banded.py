@@ -16,7 +16,6 @@ from dp_accounting.pld import PLDAccountant
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
 from murmuration.accounting.certificate.certificate import CertificateError, verify, write
-from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.epsilon.accountant import Event, delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
@@ -26,7 +25,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, threshold_for
 from tests.support import acc_world
-from tests.support.acc_world import CONFIG, DATA, begin, rewritten
+from tests.support.acc_world import CONFIG, DATA, begin, certified, rewritten
 
 BANDS = 4
 MATRIX = best_banded(BANDS, 40)
@@ -280,9 +279,7 @@ def test_verify_recomputes_it_from_the_ledger_and_finds_a_charge_at_the_rate_of_
     train(journal, range(1, 13), plan=plan)
     journal.checkpointed(0, 12, "digest")
     journal.finish()
-    certificate = compose(journal.history, journal.ledger.entries, {})
-    write(certificate, tmp_path)
-    journal.ledger.close()
+    certificate = certified(journal)
     assert verify(tmp_path).epsilon == pytest.approx(gaussian_epsilon(20.0 / math.sqrt(3), plan.delta), rel=1e-9)
     told = json.loads((tmp_path / "certificate.json").read_text())
     (phase,) = told["phases"]

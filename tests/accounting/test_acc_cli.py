@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from murmuration.accounting.banded import best_banded
-from murmuration.accounting.certificate import certificate
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
-from tests.support.acc_world import rewritten, whole_run
+from tests.support.acc_world import certified, rewritten, whole_run
 
 ROOT = Path(__file__).resolve().parents[2]
 VIP = "--n 233000000 --batch 98304 --steps 6000 --delta 2.145922746781116e-09"
@@ -49,9 +48,7 @@ def answer(arguments: str, by: Callable[[str], subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    journal = whole_run(tmp_path)
-    certificate.write(certificate.compose(journal.history, journal.ledger.entries, {}), tmp_path)
-    journal.ledger.close()
+    certified(whole_run(tmp_path))
     return tmp_path
 
 

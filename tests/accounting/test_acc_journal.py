@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import compose, verify
+from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.accounting.strict_json import read
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, facts, reopen, rewritten, train, whole_run
 
 MEASURED = replace(PLAN, metrics=(PlannedMetric("loss", 2.0, 80.0),))
 
@@ -87,7 +87,7 @@ def test_a_commit_outside_any_accounting_makes_the_run_not_private(tmp_path: Pat
     with pytest.raises(LedgerError):
         journal.commit_step(0, 1, facts(1, **change))
     assert (journal.history.why_not_private() or "").startswith("NOT PRIVATE: step 1 of phase 0")
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert not document["claim"]["private"] and document["claim"]["epsilon"] is None
     journal.ledger.close()
     with pytest.raises(LedgerError, match="no epsilon can be given: step 1"):
@@ -99,10 +99,12 @@ CONTRADICTIONS: dict[str, tuple[PrivacyPlan, Callable[[StepFacts], StepFacts], s
     "n": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, records=99)), "states n = 99"),
     "divisor": (PLAN, lambda f: replace(f, noise=replace(f.noise, divisor=97.0)), "states the divisor = 97"),
     "noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=1e9)), "states the deviation of the noise = 1000"),
+    "no noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=0.0)), "states the deviation of the noise"),
     "less noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=19.0)), "states the deviation of the noise"),
     "sensitivity": (
         PLAN, lambda f: replace(f, clipping=replace(f.clipping, sensitivity=1e-9)), "states the sensitivity 1e-09",
     ),
+    "no bound": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, sensitivity=-1.0)), "states the sensitivity"),
     "rule": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, rule="none")), "clips by the rule 'none'"),
     "generator": (PLAN, lambda f: replace(f, noise=replace(f.noise, generator="rand()")), "draws noise from 'rand"),
     "elements": (PLAN, lambda f: replace(f, noise=replace(f.noise, elements=0)), "noise for no element"),
@@ -174,14 +176,6 @@ def test_a_plan_that_promises_something_else_is_not_read(tmp_path: Path) -> None
         journal.declare_plan(0, "private", tiny, describe("pld"))
 
 
-@pytest.mark.parametrize("change", [{"std": 0.0}, {"sensitivity": 0.0}, {"sensitivity": -1.0}, {"elements": 0}])
-def test_a_step_without_a_mechanism_is_never_opened(tmp_path: Path, change: dict) -> None:
-    journal = begin(tmp_path)
-    with pytest.raises((LedgerError, ValueError)):
-        journal.open_step(0, 1, facts(1, **change))
-    assert not journal.history.opened and journal.ledger.length == 3
-
-
 def test_a_frozen_plan_and_a_phase_that_changes_sides(tmp_path: Path) -> None:
     journal = begin(tmp_path)
     journal.declare_plan(0, "private", PLAN, describe("pld"))
@@ -196,37 +190,27 @@ def test_a_frozen_plan_and_a_phase_that_changes_sides(tmp_path: Path) -> None:
         journal.declare_plan(1, "open", PLAN, describe("pld"))
 
 
-def test_one_word_that_data_are_not_public_is_enough(tmp_path: Path) -> None:
+NOT_DECLARED, PROTECTED = "not declared public", "records that another phase protects"
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ([(True, "web"), (True, "web")], None), ([(True, "web"), (False, "web"), (True, "web")], NOT_DECLARED),
+        ([(False, "web"), (True, "other records")], NOT_DECLARED), ([(True, DATA)], PROTECTED),
+        ([(True, "web"), (True, DATA)], PROTECTED),
+    ],
+)  # fmt: skip
+def test_one_word_that_data_are_not_public_or_protected_elsewhere_is_enough(
+    tmp_path: Path, words: list[tuple[bool, str]], fault: str | None
+) -> None:
     journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert journal.history.why_not_private() is None
-    length = journal.ledger.length
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert journal.ledger.length == length
-    journal.declare_nonprivate(1, "tail", False, "web")
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert "not declared public" in (journal.history.why_not_private() or "")
-
-
-def test_records_cannot_be_protected_and_public_at_once(tmp_path: Path) -> None:
-    journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", True, DATA)
-    assert "records that another phase protects" in (journal.history.why_not_private() or "")
-
-
-def test_records_that_become_those_of_a_public_phase_later_are_told_as_well(tmp_path: Path) -> None:
-    journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert journal.history.why_not_private() is None
-    journal.declare_nonprivate(1, "tail", True, DATA)
-    assert "records that another phase protects" in (journal.history.why_not_private() or "")
-
-
-def test_data_that_were_not_public_once_are_not_made_so_by_other_records(tmp_path: Path) -> None:
-    journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", False, "web")
-    journal.declare_nonprivate(1, "tail", True, "other records")
-    assert "not declared public" in (journal.history.why_not_private() or "")
+    for public, digest in words:
+        journal.declare_nonprivate(1, "tail", public, digest)
+    said = journal.history.why_not_private()
+    assert said is None if fault is None else fault in (said or "")
+    told = list(dict.fromkeys(words))
+    assert fault is not None or journal.ledger.length == 3 + len(told), "said once"
 
 
 def test_a_run_without_a_private_phase_makes_no_claim(tmp_path: Path) -> None:

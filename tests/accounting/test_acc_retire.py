@@ -9,12 +9,12 @@ import pytest
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.cli.main import main
-from murmuration.accounting.epsilon.accountant import describe, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.heads import NAME, append
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import CONFIG, DATA, PLAN, reopen, train
+from tests.support.acc_world import PLAN, begin, reopen, train
 
 
 def test_a_retired_run_is_closed_certified_and_without_a_key(
@@ -22,10 +22,7 @@ def test_a_retired_run_is_closed_certified_and_without_a_key(
 ) -> None:
     key = RunKey.fresh()
     store(key, tmp_path / "secret" / "run.key")
-    journal = reopen(tmp_path)
-    journal.start_run("tiny", key.check_value(), False, {}, signer=public_key(key))
-    journal.declare_plan(0, "private", PLAN, describe("pld"))
-    journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    journal = begin(tmp_path, key=key)
     train(journal, range(1, 4))
     assert main(["retire", str(tmp_path)]) == 5, "while a process writes the ledger"
     assert "in use by another process" in capsys.readouterr().err
@@ -51,11 +48,8 @@ def test_a_ledger_that_was_restored_is_retired_with_what_its_lost_part_charged(t
     """Its key is destroyed with it, so what is signed now is the last word."""
     key, ledger = RunKey.fresh(), tmp_path / "ledger.jsonl"
     store(key, tmp_path / "secret" / "run.key")
-    journal = reopen(tmp_path)
+    journal = begin(tmp_path, key=key)
     journal.witnesses["secret"] = lambda head: append(tmp_path / "secret" / NAME, head.as_dict(), 0o600)
-    journal.start_run("tiny", key.check_value(), False, {}, signer=public_key(key))
-    journal.declare_plan(0, "private", PLAN, describe("pld"))
-    journal.begin_segment(0, CONFIG, DATA, 0, "first")
     train(journal, range(1, 6))
     journal.checkpointed(0, 5, "five")
     backup = ledger.read_bytes()

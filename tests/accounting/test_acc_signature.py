@@ -22,23 +22,24 @@ from murmuration.accounting.certificate.weights import (
     tensor_digest,
     write_lists,
 )
-from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.heads import append
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import CONFIG, DATA, PLAN, reopen, rewritten, train
+from tests.support.acc_world import (
+    begin,
+    certified,
+    rewritten,
+    train,
+    whole_run,
+)
 
 KEY = RunKey(bytes(range(32)))
 TENSORS = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.ones(3, dtype=np.float32)}
 
 
 def run(folder: Path, key: RunKey = KEY, steps: int = 40) -> None:
-    folder.mkdir(exist_ok=True)
-    journal = reopen(folder)
+    journal = begin(folder, key=key)
     journal.witnesses["file"] = lambda head: append(folder / "witness.jsonl", head.as_dict(), 0o644)
-    journal.start_run("tiny", key.check_value(), key.debug, {}, signer=public_key(key))
-    journal.declare_plan(0, "private", PLAN, describe("pld"))
-    journal.begin_segment(0, CONFIG, DATA, 0, "first")
     train(journal, range(1, steps + 1))
     journal.checkpointed(0, steps, "digest")
     journal.finish()
@@ -241,15 +242,9 @@ def test_hashes_are_those_of_any_container(tmp_path: Path) -> None:
 
 
 def test_an_older_run_without_a_signature_says_so(tmp_path: Path) -> None:
-    journal = reopen(tmp_path)
-    journal.start_run("tiny", "check", False, {})
+    journal = whole_run(tmp_path)
     assert "signer" not in journal.ledger.entries[0].fields, "its bytes are those of version 0.1"
-    journal.declare_plan(0, "private", PLAN, describe("pld"))
-    journal.begin_segment(0, CONFIG, DATA, 0, "first")
-    train(journal, range(1, 41))
-    journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {})
-    write(document, tmp_path)
+    certified(journal)
     found = verify(tmp_path).attached
     assert found is not None and found.signed_by is None
     assert any("did not sign" in sentence for sentence in found.unchecked)

@@ -10,10 +10,10 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import compose, markdown, verify
+from murmuration.accounting.certificate.certificate import markdown, verify
 from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan
 from murmuration.accounting.tan import stand_in
-from tests.support.acc_world import begin, reopen, train
+from tests.support.acc_world import begin, certified, reopen, train
 
 TARGET = PrivacyPlan(
     records=10_000, threshold=round(0.04 * 2**32), clip_norm=1.0, noise_multiplier=1.6, steps=30, delta=5e-5,
@@ -46,9 +46,7 @@ def test_ledger_and_certificate_tell_both_and_neither_can_be_taken_for_the_other
     train(journal, range(1, cheap.steps + 1), cheap)
     journal.checkpointed(0, cheap.steps, "digest")
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {})
-    certificate.write(document, tmp_path)
-    journal.ledger.close()
+    document = certified(journal)
     assert reopen(tmp_path).history.plans[0] == cheap, "the mark survives the ledger"
 
     claim = document["claim"]

@@ -11,12 +11,11 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from murmuration.accounting.certificate.certificate import compose
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, describe, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
 from tests.accounting.test_acc_cli import answer, here
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, train
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, train
 
 SIGMA, STEPS, DELTA = 8.0, 4, 1e-6
 
@@ -214,7 +213,7 @@ def test_runs_that_may_have_used_their_whole_budget_in_a_new_segment_are_charged
     journal.begin_segment(0, f"{CONFIG}, changed", DATA, 2, "after a look at the weights")
     train(journal, range(3, 5), plan)
     journal.finish()
-    claimed = compose(journal.history, journal.ledger.entries, {})["claim"]["epsilon_claimed"]
+    claimed = document_of(journal)["claim"]["epsilon_claimed"]
     steps = 1
     while epsilon([Event(1.0, 20.0, steps + 1)], 1e-5) <= 4.0:
         steps += 1
@@ -227,7 +226,7 @@ def test_a_run_that_ended_early_is_charged_for_what_was_planned(tmp_path: Path) 
     journal.declare_tuning(Declared("the best of several", Tuning(10)))
     train(journal, range(1, 4))
     journal.finish()
-    claimed = compose(journal.history, journal.ledger.entries, {})["claim"]["epsilon_claimed"]
+    claimed = document_of(journal)["claim"]["epsilon_claimed"]
     assert claimed == pytest.approx(tuned_epsilon([Event(1.0, 20.0, PLAN.steps)], PLAN.delta, Tuning(10)), abs=1e-4)
 
 
@@ -239,7 +238,7 @@ def test_nothing_is_claimed_for_the_best_of_several_with_a_plan_made_after_priva
     journal.declare_plan(1, "another", PLAN, describe("pld"))
     said = journal.history.why_not_private()
     assert said is not None and "another was declared after private steps" in said
-    assert compose(journal.history, journal.ledger.entries, {})["claim"]["private"] is False
+    assert document_of(journal)["claim"]["private"] is False
 
 
 @pytest.mark.parametrize(("mean", "shape"), [(1e12, 1.0), (2.0, 1e-6), (2.0, 1e4), (2.0, 0.0)])
