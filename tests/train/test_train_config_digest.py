@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from murmuration.train.config.root import Config
-from tests.support.config_base import drop, put, refusal
+from tests.support.config_base import put
 
 CONTENTS = {"data": "d1", "tokenizer": "t1"}
 SHAPES: list[tuple[str, Any]] = [
@@ -82,11 +82,3 @@ def test_a_run_from_before_there_were_drops_and_weights_goes_on(loaded: Callable
     assert '"batch": 4' in kept[1]
     weighted = put("phases.1.mixing", {**mixing, "data": {**mixing["data"], "weight": "score"}})
     assert loaded(weighted).digest(1, CONTENTS) != mixed.digest(1, CONTENTS)
-
-
-def test_features_of_a_body_that_drops_are_refused(loaded: Callable[..., Config]) -> None:
-    head = [put("model.family", "classifier"), put("phases.1.objective", "classify"), put("phases.1.trainable", "head"),
-            put("phases.1.data.label", "cls"), put("phases.1.features", {}), drop("phases.1.evaluation")]  # fmt: skip
-    assert loaded(*head).phases[1].features is not None
-    message = refusal(loaded, *head, put("model.dropout", 0.1))
-    assert "keeps features, which would change at each step with model.drop_path or model.dropout" in message

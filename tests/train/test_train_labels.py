@@ -13,7 +13,7 @@ from PIL import Image
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.index.folders import build_folder
 from murmuration.train.commands.dry_run import as_text, meaning
-from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.ready_phase import prepare
@@ -159,8 +159,3 @@ def test_a_dry_run_goes_without_what_is_not_at_hand(sets: Path) -> None:
     assert "classes.txt; not at hand, and needed to train" in as_text(meaning(config_of(sets, {}, expected_records=12)))
     with pytest.raises(RecipeError, match="the class list cannot be read"):
         prepare(config_of(sets))
-
-
-def test_a_list_without_labels_means_nothing(sets: Path) -> None:
-    with pytest.raises(ConfigError, match=r"does not train on labels, so data\.classes would have no effect"):
-        config_of(sets, {"model.family": "mae", "phases.0.objective": "mae", "phases.1.objective": "mae"})

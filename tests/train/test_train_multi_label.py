@@ -31,11 +31,10 @@ from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
 from murmuration.train.run.evaluation_phase import StillEngine
 from tests.support.brute_force import flat, records_of
-from tests.support.config_base import drop, put, refusal
+from tests.support.config_base import drop, put
 from tests.support.evaluation_world import evaluate, result, saved
 from tests.support.train_helpers import on_ranks
-from tests.train.test_train_record_check import checked
-from tests.train.test_train_record_names import picture, shards
+from tests.train.test_train_record_names import checked, picture, shards
 
 NAMES = ["mass", "effusion", "nodule", "oedema"]
 LISTS: list[Any] = [
@@ -205,33 +204,6 @@ CLASSIFIER = [
     put("phases.1.data.label", "findings"), drop("phases.1.data.tokenizer"), drop("phases.1.evaluation.zero_shot"),
 ]  # fmt: skip
 SEVERAL = [*CLASSIFIER, put("phases.1.data.multi_label", True)]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (put("model.classify_loss", "softmax"), "set model.classify_loss to 'sigmoid'"),
-        (put("phases.1.data.label", "cls"), "a .cls names one class; name a field of the .json"),
-        (put("phases.1.data.label", None), "needs data.label"),
-        (put("phases.1.evaluation.real", "right.json"), "leave evaluation.real out"),
-        (put("phases.1.trainable", "head"), None),
-        (put("phases.1.mixing", {"data": {"path": "p", "public": True, "multi_label": True}, "batch": 2}),
-         "leave it out of mixing.data"),
-        (put("phases.1.mixing", {"data": {"path": "p", "public": True, "exclude_classes": "x", "label": "findings",
-                                          "classes": "y"}, "batch": 2}), "drop exclude_classes"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_lists_is_refused(loaded: Callable[..., Config], change: Any, said: str | None) -> None:
-    if said is None:
-        assert loaded(*SEVERAL, change).phases[1].multi_label
-        message = refusal(loaded, *SEVERAL, change, put("phases.1.features", {}), drop("phases.1.evaluation"))
-        assert "one class per record is stored" in message
-        released = {"name": "accuracy", "share": 0.1, "noise_multiplier": 10.0, "bound": 1.0}
-        message = refusal(loaded, *SEVERAL, put("phases.1.privacy.release", [released]))
-        assert "releases an accuracy, which needs one class per record" in message
-    else:
-        assert said in refusal(loaded, *SEVERAL, change)
-    assert "would have no effect" in refusal(loaded, put("phases.1.data.multi_label", True))
 
 
 def test_lists_change_the_digest_and_runs_without_them_keep_theirs(
