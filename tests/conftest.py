@@ -50,6 +50,7 @@ CORE_FILES = {
     ],
     "epsilon": [
         "accounting/test_acc_plan_keys.py", "accounting/test_acc_calibrate.py", "accounting/test_acc_ground_truth.py",
+        "accounting/test_acc_refusals.py",
     ],
     "config": [
         "train/test_train_config.py", "train/test_train_config_digest.py", "train/test_train_config_overrides.py",

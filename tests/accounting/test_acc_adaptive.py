@@ -55,18 +55,6 @@ def test_the_next_norm_is_the_rule_of_the_paper_rounded_once() -> None:
         assert found == min(100.0, max(0.01, float(exact)))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"quantile": 0.0}, {"quantile": 1.0}, {"learning_rate": 0.0}, {"learning_rate": 10.5}, {"lowest": 0.0},
-        {"lowest": 2.0, "highest": 1.0}, {"highest": math.inf}, {"quantile": math.nan}, {"lowest": math.nan},
-    ],
-)  # fmt: skip
-def test_a_rule_whose_numbers_cannot_work_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(AdaptiveError, match="needs"):
-        replace(RULE, **wrong)
-
-
 def test_the_norm_stays_within_its_bounds_which_may_be_one() -> None:
     assert RULE.following(99.0, 1.0) == RULE.highest and RULE.following(0.0101, 0.0) == RULE.lowest
     assert replace(RULE, learning_rate=10.0, lowest=1.0, highest=1.0).following(7.0, 0.3) == 1.0

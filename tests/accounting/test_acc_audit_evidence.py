@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import ttest_ind
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
-from murmuration.accounting.epsilon.audit_bound import AuditError, correct_guesses, numbers_of_guesses
+from murmuration.accounting.epsilon.audit_bound import correct_guesses, numbers_of_guesses
 from murmuration.accounting.epsilon.audit_evidence import (
     ACCUSED,
     Claim,
@@ -178,10 +178,5 @@ def test_the_audits_size_has_power_and_raises_no_false_alarm() -> None:
     assert least_correct(2000, 2, claim, ACCUSED) == 3, "two guesses can be right by luck"
 
 
-def test_what_is_no_evidence_is_refused_in_one_sentence() -> None:
-    yes = np.ones(10, bool)
-    for act in (lambda: collect(np.zeros(9), yes), lambda: collect(np.full(10, np.nan), yes)):
-        with pytest.raises(AuditError) as error:
-            act()
-        assert "\n" not in str(error.value)
-    assert collect(np.arange(10.0), yes).counts[-1] == Count(4, 2)
+def test_as_many_guesses_as_are_asked_for_are_counted() -> None:
+    assert collect(np.arange(10.0), np.ones(10, bool)).counts[-1] == Count(4, 2)

@@ -38,9 +38,8 @@ from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import GRID_GROWTH, PlanError, PlannedMetric
+from murmuration.accounting.plan import GRID_GROWTH
 from murmuration.accounting.strict_json import read
-from murmuration.accounting.tan import stand_in
 from murmuration.accounting.template import html_page, json_text
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
 from tests.accounting.test_acc_exact import exact_facts
@@ -259,17 +258,6 @@ def test_old_lines_of_tuning_mean_a_geometric_number_of_runs(tmp_path: Path) -> 
     assert History.read(tmp_path / "ledger.jsonl")[0].tunings == [Declared("several rates", Tuning(4.0, 1.0, False))]
 
 
-def test_held_out_records_and_their_accuracy_come_together() -> None:
-    metric = PlannedMetric("accuracy", 1.0, 5.0)
-    assert replace(PLAN, held_out=0.25, metrics=(metric,)).held_out == 0.25
-    for share, metrics in (
-        (None, (metric,)), (0.25, ()), (0.25, (replace(metric, bound=2.0),)), (0.6, (metric,)), (0.0, (metric,)),
-        (0.25, (metric, metric)),
-    ):  # fmt: skip
-        with pytest.raises(PlanError, match="held"):
-            replace(PLAN, held_out=share, metrics=metrics)
-
-
 # The certificate
 
 
@@ -483,11 +471,6 @@ def test_scripts_may_rely_on_the_exit_codes() -> None:
     found = (errors.DONE, errors.BAD_INPUT, errors.BUDGET_SPENT, errors.SELF_TEST_FAILED, errors.REFUSED)
     assert (*found, errors.REFUTED, errors.RESUME_ME) == (0, 2, 3, 4, 5, 6, 75)
     assert (errors.RunError.exit_code, LedgerError.exit_code, BudgetSpent.exit_code) == (2, 5, 3)
-
-
-def test_a_simulation_is_told_the_largest_scale_that_it_may_have() -> None:
-    with pytest.raises(PlanError, match=r"use at most 200\b"):
-        stand_in(replace(PLAN, steps=1), 201.0)
 
 
 # Files
