@@ -59,8 +59,3 @@ def test_ranks_that_share_a_draw_draw_the_same(records: int, parts: int) -> None
             expected = alone.draw(step)
             for found in shared([alone] * world, step):
                 assert found.digest == expected.digest and np.array_equal(found.ids, expected.ids)
-
-
-def test_more_parts_than_records_are_refused() -> None:
-    with pytest.raises(ValueError, match="each part needs one"):
-        sampler(records=6)
