@@ -91,11 +91,6 @@ def test_take_encoder_refuses_and_leaves_the_target_alone(
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
 
 
-def test_unknown_objective(settings: ModelSettings) -> None:
-    with pytest.raises(ValueError, match='choose "mae", "caption", "classify" or'):
-        build(settings, "segment")  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
 def test_layers_feed_the_linear_probe(model: Encoder, inputs: dict[str, torch.Tensor]) -> None:
     outputs = model.layers(inputs["images"])
     assert [tuple(x.shape) for x in outputs] == [(6, 17, 128)] * 4

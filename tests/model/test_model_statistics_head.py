@@ -132,12 +132,3 @@ def test_noise_alone_is_damped() -> None:
     noise = torch.randn(width, width, generator=draw) * deviation
     largest = float(torch.linalg.eigvalsh((noise + noise.T) / 2).abs().max())
     assert 0.9 * largest < ridge_against(deviation, width) < 1.15 * largest
-
-
-def test_only_a_classifier_has_such_a_head() -> None:
-    mae = ModelSettings(
-        family="mae", image_size=32, patch_size=8, width=32, depth=1, heads=2, mae_decoder_width=32,
-        mae_decoder_depth=1, mae_decoder_heads=4,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="predicts no classes"):
-        select(build(mae, "mae"), "statistics")
