@@ -12,11 +12,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from murmuration.accounting.epsilon import other_pairs
-from murmuration.accounting.epsilon.accountant import (
-    Event,
-    epsilon,
-    gaussian_epsilon,
-)
+from murmuration.accounting.epsilon.accountant import Event, epsilon, gaussian_epsilon
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, upper
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon

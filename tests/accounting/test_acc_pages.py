@@ -65,10 +65,7 @@ def numbers(line: ElementTree.Element) -> list[tuple[float, float]]:
 def place(alpha: float, found: float) -> tuple[float, float]:
     """By the ticks of the axes, six decades wide and from 0 to 100 % high."""
     left, right, top, bottom = picture.LEFT, picture.WIDTH - picture.RIGHT, picture.TOP, picture.HEIGHT - picture.BOTTOM
-    return (
-        left + (right - left) * max(0.0, (math.log10(alpha) + 6) / 6),
-        bottom - (bottom - top) * found,
-    )
+    return (left + (right - left) * max(0.0, (math.log10(alpha) + 6) / 6), bottom - (bottom - top) * found)
 
 
 def test_the_picture_draws_every_curve_where_its_numbers_are() -> None:

@@ -12,13 +12,7 @@ from typing import get_args
 import pytest
 
 from murmuration.accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
-from murmuration.accounting.plan import (
-    RATE_DENOMINATOR,
-    PlannedMetric,
-    PrivacyPlan,
-    parse_delta,
-    threshold_for,
-)
+from murmuration.accounting.plan import RATE_DENOMINATOR, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from tests.support.acc_world import PLAN
 
 

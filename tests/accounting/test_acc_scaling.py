@@ -18,14 +18,7 @@ from murmuration.accounting.ledger.facts import StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan, ScaledSpace
-from murmuration.accounting.scale_table import (
-    Moments,
-    ScaleError,
-    ScaleTable,
-    nearest_exponent,
-    scales_name,
-    scales_of,
-)
+from murmuration.accounting.scale_table import Moments, ScaleError, ScaleTable, nearest_exponent, scales_name, scales_of
 from tests.support import acc_world
 from tests.support.acc_world import CONFIG, DATA, certified, reopen, rewritten
 

@@ -32,15 +32,7 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.heads import NAME, append
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
-from tests.support.acc_world import (
-    PLAN,
-    begin,
-    certified,
-    reopen,
-    rewritten,
-    train,
-    whole_run,
-)
+from tests.support.acc_world import PLAN, begin, certified, reopen, rewritten, train, whole_run
 
 KEY = RunKey(bytes(range(32)))
 TENSORS = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.ones(3, dtype=np.float32)}

@@ -102,8 +102,7 @@ def test_damaged_header_and_links_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["a.jpg", "b.jpg", "a.txt"], ["a.jpg", "a.jpg"], ["a.jpg", "a.JPG"], ["x/a.jpg", "b.jpg", "x/a.jpg"]],
+    "names", [["a.jpg", "b.jpg", "a.txt"], ["a.jpg", "a.jpg"], ["a.jpg", "a.JPG"], ["x/a.jpg", "b.jpg", "x/a.jpg"]]
 )
 def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, names: list[str]) -> None:
     _write_tarfile(tmp_path / "a.tar", [(name, b"1") for name in names])
@@ -187,12 +186,7 @@ def test_a_record_must_be_exactly_one_record(small_set: ShardIndex) -> None:
 
 
 def test_expand() -> None:
-    assert [str(path) for path in expand("d/{008..011}.tar")] == [
-        "d/008.tar",
-        "d/009.tar",
-        "d/010.tar",
-        "d/011.tar",
-    ]
+    assert [str(path) for path in expand("d/{008..011}.tar")] == ["d/008.tar", "d/009.tar", "d/010.tar", "d/011.tar"]
     assert [str(path) for path in expand("{a,b}/{0..1}.tar")] == ["a/0.tar", "a/1.tar", "b/0.tar", "b/1.tar"]
     assert [str(path) for path in expand(["x.tar", "{1..2}.tar"])] == ["x.tar", "1.tar", "2.tar"]
     with pytest.raises(ShardError, match="not a range"):

@@ -20,12 +20,7 @@ from PIL import Image
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.index.shard_index import ShardIndex, build
-from murmuration.data.synthetic.index import (
-    generator,
-    shape_sample,
-    shape_samples,
-    write_shards,
-)
+from murmuration.data.synthetic.index import generator, shape_sample, shape_samples, write_shards
 from murmuration.data.synthetic.shapes import (
     BACKGROUNDS,
     COLOURS,
@@ -137,11 +132,7 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert "next:" in first.stdout and "launch/train.py" in first.stdout
     sets = {name: ShardIndex.open(out / name) for name in ("private", "held_out", "textures")}
-    assert {name: index.records for name, index in sets.items()} == {
-        "private": 60,
-        "held_out": 40,
-        "textures": 10,
-    }
+    assert {name: index.records for name, index in sets.items()} == {"private": 60, "held_out": 40, "textures": 10}
     text = TextEncoder(out / "tokenizer.json", 16)
     held_out = BatchReader(sets["held_out"], DataSpec(16, labels=("colour", "shape", "label")), text)
     batch = held_out.read(np.arange(40), 0)

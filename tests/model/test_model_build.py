@@ -82,11 +82,7 @@ def test_take_encoder_copies_everything_and_only_the_encoder(settings: ModelSett
 
 @pytest.mark.parametrize(
     ("change", "mend"),
-    [
-        ({"width": 64}, "image_size, patch_size, width"),
-        ({"depth": 3}, "model.depth"),
-        ({"qkv_bias": True}, "qkv_bias"),
-    ],
+    [({"width": 64}, "image_size, patch_size, width"), ({"depth": 3}, "model.depth"), ({"qkv_bias": True}, "qkv_bias")],
 )
 def test_take_encoder_refuses_and_leaves_the_target_alone(
     settings: ModelSettings, change: dict[str, object], mend: str
