@@ -94,17 +94,21 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
+def prepared(root: Path) -> RunDir:
+    run_dir = RunDir(root)
+    run_dir.prepare()
+    return run_dir
+
+
 @pytest.fixture
 def boarded(tmp_path: Path) -> tuple[RunDir, Board]:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     return run_dir, Board(run_dir, main=True, private_curves=True)
 
 
 def test_nothing_private_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
     """Whoever sees un-noised curves decides by them, which no epsilon covers. Unusable records are for mending."""
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     board = Board(run_dir, main=True)
     board.private("private", 3, {"loss": 7.125, "seconds": 977.0})
     board.bad_records("private", 0, {11: "no caption"})
@@ -117,8 +121,7 @@ def test_nothing_private_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", ["tb/private/events.out.tfevents.1.host", "logs/private.jsonl"])
 def test_curves_of_an_earlier_start_or_version_are_remembered(tmp_path: Path, before: str) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     assert not run_dir.has_private_curves()
     (tmp_path / before).write_text("{}")
     assert run_dir.has_private_curves()
@@ -160,8 +163,7 @@ def test_private_files_are_for_the_owner_alone(boarded: Any) -> None:
 
 
 def test_an_unusable_record_is_listed_once_however_often_a_run_starts_and_is_killed(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     listed = run_dir.private_logs / "bad-records-rank0.jsonl"
     for met in ({3: "empty"}, {3: "empty", 5: "no caption"}, {5: "no caption", 7: "empty"}):
         board = Board(run_dir, main=True)
@@ -187,8 +189,7 @@ def test_public_events_carry_no_time_of_a_step(boarded: Any) -> None:
 
 
 def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     for step in (1, 2, 3):
         board = Board(run_dir, main=True, private_curves=True)
         board.public("warm", step, {"public_loss": 1.0 / step})
@@ -203,8 +204,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> 
 
 def test_what_the_log_was_told_before_a_kill_is_what_was_measured_last(tmp_path: Path) -> None:
     """The log is written first, then the run's state."""
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     board = Board(run_dir, main=True, private_curves=False)
     board.public("warm", 3, {"public_loss": 2.0, "top_1": 0.5})
     board.public("warm", 4, {"lr": 0.1})
@@ -221,21 +221,27 @@ def test_what_the_log_was_told_before_a_kill_is_what_was_measured_last(tmp_path:
 @pytest.mark.parametrize(
     "line",
     [
-        '{"phase": "warm", "st', "\0\0\0\0", "{}", "[" * 50_000, '{"phase": "warm", "step": ' + "9" * 5000 + "}",
-        '{"step": 2, "public_loss": 9.0}', '{"phase": ["warm"], "step": 2, "public_loss": 9.0}',
-        '{"phase": "warm", "public_loss": 9.0}', '{"phase": "warm", "step": "2", "public_loss": 9.0}',
-        '{"phase": "warm", "step": 2.5, "public_loss": 9.0}', '{"phase": "warm", "step": 2, "public_loss": "9"}',
-        '{"phase": "warm", "step": 2, "public_loss": {"a": 9.0}}',
+        '{"phase": "private", "st', "\0\0\0\0", "{", "7", "[]", "null", "{}", "[" * 50_000, '{"phase": "private"}',
+        '{"phase": "private", "step": ' + "9" * 5000 + "}", '{"step": 2, "public_loss": 9.0}',
+        '{"phase": ["private"], "step": 2, "public_loss": 9.0}', '{"phase": "private", "public_loss": 9.0}',
+        '{"phase": "private", "step": "2", "public_loss": 9.0}', '{"phase": "private", "step": {}, "public_loss": 9.0}',
+        '{"phase": "private", "step": 2.5, "public_loss": 9.0}', '{"phase": "private", "step": 2, "public_loss": "9"}',
+        '{"phase": "private", "step": 2, "public_loss": {"a": 9.0}}',
     ],
     ids=lambda line: line[:40],
 )  # fmt: skip
-def test_a_line_that_no_run_wrote_changes_nothing_at_resume_and_in_the_report(tmp_path: Path, line: str) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
-    good = [json.dumps({"phase": "warm", "step": step, "public_loss": 1.0 / step}) for step in (1, 2)]
-    run_dir.public_log.write_text("\n".join([good[0], good[1], line, ""]))
-    assert measured_before(run_dir.public_log, "warm", 9) == {1: 1.0, 2: 0.5}
-    assert read_curves(run_dir) == {"warm": {"public_loss": {1: 1.0, 2: 0.5}}}
+def test_a_line_that_no_run_wrote_changes_nothing_at_resume_and_in_the_report(
+    tmp_path: Path, loaded: Callable[..., Config], line: str
+) -> None:
+    run_dir = prepared(tmp_path / "run")
+    good = [
+        json.dumps({"phase": "private", "step": step, "public_loss": 1.0 / step, "zero_shot_colour": 0.5})
+        for step in (1, 2)
+    ]
+    run_dir.public_log.write_text("\n".join([line, good[0], line, good[1], line, ""]))
+    assert measured_before(run_dir.public_log, "private", 9) == {1: 1.0, 2: 0.5}
+    assert read_curves(run_dir) == {"private": {"public_loss": {1: 1.0, 2: 0.5}, "zero_shot_colour": {1: 0.5, 2: 0.5}}}
+    assert len(outcomes(loaded(), read_curves(run_dir))) == 1
 
 
 @pytest.mark.parametrize(("privacy", "tag"), [(True, "dp"), (False, "without-dp")])
@@ -244,8 +250,7 @@ def test_no_public_tag_looks_like_a_private_value(
 ) -> None:
     phases = loaded(overrides=[] if privacy else ["phases.1.privacy=null"]).phases
     assert phases[1].name == "private"
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     board = Board(run_dir, main=True, private_curves=True, phases=phases)
     board.public("private", 3, {"lr": 0.5})
     board.private("private", 3, {"loss": 7.125})
@@ -260,8 +265,7 @@ def test_tensorboard_shows_config_certificate_settings_and_pictures_at_the_time_
     drawn = io.BytesIO()
     Image.new("RGB", (5, 4), (200, 0, 0)).save(drawn, "PNG")
     sample = {"png": base64.b64encode(drawn.getvalue()).decode(), "caption": "a *red* square", "truth": "a red square"}
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     board = Board(run_dir, main=True, times=PublicTimes(STARTED))
     board.describe('{"name": "<b>"}', {"σ": 0.5, "model": "mae, nano"}, ["dp/epsilon"])
     board.certified("# Certificate", "start", 7, [sample])
@@ -364,23 +368,6 @@ def test_the_name_of_an_axis_is_drawn_as_it_stands(loaded: Callable[..., Config]
         warnings.simplefilter("error")
         drawn = figure(phase, points)
     assert f">{html.escape(name, quote=False)}</text>" in drawn
-
-
-def test_lines_of_a_public_log_that_are_none_are_passed_over(
-    tmp_path: Path, loaded: Callable[..., Config]
-) -> None:  # fmt: skip
-    run_dir = RunDir(tmp_path)
-    run_dir.public_log.parent.mkdir(parents=True)
-    whole = {"phase": "private", "step": 2, "public_loss": 1.5, "zero_shot_colour": 0.5}
-    torn = [
-        "{", "7", "[]", "null", "{}", '{"phase": "private"}', '{"step": 3, "public_loss": 1}', "[" * 50_000,
-        '{"phase": ["private"], "step": 3, "public_loss": 1}', '{"phase": "private", "step": {}, "public_loss": 1}',
-        '{"phase": "private", "step": 3, "public_loss": "1"}', '{"phase": "private", "step": ' + "1" * 5000 + "}",
-    ]  # fmt: skip
-    run_dir.public_log.write_text("\n".join([*torn, json.dumps(whole), *torn]))
-    assert read_curves(run_dir) == {"private": {"public_loss": {2: 1.5}, "zero_shot_colour": {2: 0.5}}}
-    assert measured_before(run_dir.public_log, "private", 9) == {2: 1.5}
-    assert len(outcomes(loaded(), read_curves(run_dir))) == 1
 
 
 def test_an_axis_needs_labels(loaded: Callable[..., Config]) -> None:
