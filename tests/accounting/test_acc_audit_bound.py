@@ -117,7 +117,7 @@ def largest_tail(canaries: int, guesses: int, correct: int, curve: TradeOff) -> 
         wrong = np.where(number >= i - 1, guesses - number, 0) / canaries
         for at, delta in zip(curve.epsilons, curve.deltas, strict=True):
             rows += [right - math.exp(at) * wrong, math.exp(at) * right - wrong]
-            limits += [delta, math.exp(epsilon) - 1 + delta]
+            limits += [delta, math.exp(at) - 1 + delta]
     found = linprog(-(number >= correct).astype(float), A_ub=rows, b_ub=limits, A_eq=[np.ones(guesses + 1)], b_eq=[1.0])
     assert found.status == 0
     return -float(found.fun)
