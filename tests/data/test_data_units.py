@@ -244,6 +244,7 @@ def test_a_table_of_a_single_record(tmp_path: Path, owner: str | None) -> None:
 
 
 # Units are drawn, cut and placed whole: none is in two parts of a set or on two nodes, and each is drawn as often as
+# any other, however many records it has.
 
 
 def table_of(owners: list[int]) -> UnitTable:

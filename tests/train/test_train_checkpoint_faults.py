@@ -298,6 +298,9 @@ def test_a_next_pointer_that_a_kill_tore_is_dropped(tmp_path: Path) -> None:
 
 
 # Power cuts: kill -9 keeps what was written and not synced; a power cut does not. The worst disk is rebuilt and read.
+#
+# A disk remembers a file as it was when it was last synced, and a folder's names as they were when the folder was. Of
+# what was not synced it may keep nothing, or, if it likes, the new names at once: both are tried after every sync.
 
 
 class Disk:

@@ -90,6 +90,7 @@ def test_a_plan_for_a_cluster_answers_it_by_the_memory_of_its_gpus(tmp_path: Pat
 
 
 # Micro-batches that are recorded and replayed, on a tape of operations in place of a CUDA graph (support/tape.py):
+# every input reaches the replay, and whatever it cannot know of sends the micro-batch the ordinary way.
 
 
 RECORDS = 130

@@ -256,6 +256,7 @@ def _hint(loaded: Callable[..., Config], limited_by: str = "noise", batch: int =
 
 
 # The coordinate check under noise, as a test: what noise moves does not grow with width, and would without the
+# factors. Widths, pictures and keys are fixed, and slopes are far from both bounds on any processor.
 
 
 WIDTHS, BASE = (32, 64, 128, 256), 64
