@@ -134,7 +134,7 @@ ROWS: list[Row] = [
           {"held_out": 0.0, "metrics": (ACCURACY,)}, {"held_out": 0.25, "metrics": (ACCURACY, ACCURACY)}),
     *each("a batch of 100", lambda batch: threshold_for(100, batch), PlanError, r"must lie in \(0, 100\]",
           0, -1, 101, NAN),
-    ("a delta in words", lambda: parse_delta("one", 100), PlanError, "delta must be"),
+    ("a delta in words", lambda: parse_delta("one", 100), PlanError, "delta must be a number, '1/n' or"),
     *each("a metric", lambda **given: PlannedMetric("loss", **given), PlanError, "finite positive bound",
           {"bound": 0.0, "std": 1.0}, {"bound": 1.0, "std": 0.0}, {"bound": 1.0, "std": INF}),
     ("a simulation of little noise", lambda: stand_in(planned(steps=1), 201.0), PlanError, r"use at most 200\b"),

@@ -121,9 +121,10 @@ print(json.dumps([found, "deepspeed" in sys.modules, torch.distributed.is_initia
 """
 
 REFUSED = {
-    "phases.0.privacy.expected_batch=41": "expected_batch must lie in (0, 40]",
-    "phases.0.privacy.delta=0.5": "delta must lie in (0, 1/n]",
-    "phases.0.privacy.delta=1e-300": "delta = 1e-300 is too small",
+    "phases.0.privacy.expected_batch=41": "phases.0.privacy: expected_batch must lie in (0, 40]",
+    "phases.0.privacy.delta=0.5": "phases.0.privacy: delta must lie in (0, 1/n]",
+    "phases.0.privacy.delta=1/m": "phases.0.privacy: delta must be a number, '1/n' or",
+    "phases.0.privacy.delta=1e-300": "phases.0.privacy: delta = 1e-300 is too small",
     "phases.0.privacy.epsilon=1e6": "epsilon = 1e+06 promises nothing",
     "phases.0.data.path=elsewhere": "elsewhere",
     "phases.0.evaluation.path=private": "belongs to the private records",
