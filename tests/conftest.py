@@ -43,16 +43,16 @@ CORE_FILES = {
     "the draw": ["data/test_data_sampler.py", "data/test_data_batches.py"],
     "ledger and certificate": [
         "accounting/test_acc_ledger.py", "accounting/test_acc_journal.py", "accounting/test_acc_histories.py",
-        "accounting/test_acc_budget.py", "accounting/test_acc_identity.py", "accounting/test_acc_adaptive.py",
-        "accounting/test_acc_heads.py", "accounting/test_acc_composition_of_runs.py",
+        "accounting/test_acc_adaptive.py", "accounting/test_acc_heads.py", "accounting/test_acc_composition_of_runs.py",
         "train/test_train_sibling_runs.py",
         "accounting/test_acc_certificate.py", "accounting/test_acc_strict_json.py", "accounting/test_acc_exact.py",
     ],
     "epsilon": [
         "accounting/test_acc_plan_keys.py", "accounting/test_acc_calibrate.py", "accounting/test_acc_ground_truth.py",
+        "accounting/test_acc_refusals.py",
     ],
     "config": [
-        "train/test_train_config.py", "train/test_train_config_digest.py", "train/test_train_config_overrides.py",
+        "train/test_train_config.py", "train/test_train_config_digest.py",
         "train/test_train_recipe.py", "train/test_train_exits.py",
     ],
     "the repository": ["test_repository.py", "test_structure.py"],

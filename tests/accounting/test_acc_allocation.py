@@ -12,22 +12,12 @@ from scipy.integrate import quad
 from scipy.special import ndtr
 from scipy.stats import norm
 
-from murmuration.accounting.epsilon.accountant import (
-    AccountingError,
-    Event,
-    delta_at,
-    deltas_at,
-    epsilon,
-    epsilon_below,
-    quick_epsilon,
-)
+from murmuration.accounting.epsilon.accountant import Event, delta_at, deltas_at, epsilon, epsilon_below, quick_epsilon
 from murmuration.accounting.epsilon.allocation import _connected, _Mean, _merged, allocated, allocated_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import Composition
-from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
+from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, gaussian_dots
-from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
-from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.plan import RATE_DENOMINATOR
 
 
@@ -214,21 +204,3 @@ def test_the_unequal_chances_of_the_lanes_are_paid_for() -> None:
         if slots < 1000:
             assert allocated(slots, 1.0, 2e-2)[0].slack >= worst
         assert -math.log1p(-slots / RATE_DENOMINATOR) >= worst
-
-
-@pytest.mark.parametrize("slots", [2, 4])
-def test_what_is_not_proved_is_refused(slots: int) -> None:
-    events = [epochs(slots, 1.0, 2)]
-    for compute in (
-        lambda: epsilon(events, 1e-5, "rdp"),
-        lambda: group_epsilon(events, 1e-5, 2),
-        lambda: replacement_epsilon(events, 1e-5),
-        lambda: opacus_epsilon(events, 1e-5),
-    ):
-        with pytest.raises(AccountingError, match="random allocation"):
-            compute()
-    with pytest.raises(AccountingError, match="rate of 1 over its steps"):
-        Event(0.3, 1.0, 1, slots=4)
-    with pytest.raises(AccountingError, match="steps, not 2097152"):
-        epsilon([epochs(2**21, 1.0)], 1e-5)
-    assert gaussian_delta(1.0, 1.0) > delta_at([epochs(4, 1.0)], 1.0)

@@ -74,12 +74,6 @@ def test_everything_fits_where_there_is_noise_enough() -> None:
     assert calibrate_batch(50, 100.0, 2, 8.0, 1e-3) == 50
 
 
-@pytest.mark.parametrize("target", [0.0, -1.0, float("nan"), float("inf")])
-def test_nonsense_targets(target: float) -> None:
-    with pytest.raises(AccountingError, match="finite and positive"):
-        calibrate_sigma(0.1, 1, target, 1e-6)
-
-
 @pytest.mark.parametrize("target", [101.0, 1e6, 1e300])
 def test_a_target_that_promises_nothing_is_refused_before_anything_is_searched(
     target: float, monkeypatch: pytest.MonkeyPatch
@@ -124,13 +118,6 @@ def test_the_quick_bound_lies_above_the_accounted_epsilon_and_close(event: Event
     exact = epsilon([event], 1e-6)
     assert exact * (1 - 1e-9) <= quick_epsilon([event], 1e-6)
     assert not close or quick_epsilon([event], 1e-6) <= 1.3 * exact + 1e-3
-
-
-def test_what_cannot_be_reached_is_said() -> None:
-    with pytest.raises(AccountingError, match="single step passes"):
-        calibrate_steps(0.5, 0.5, 0.1, 1e-6)
-    with pytest.raises(AccountingError, match="batch of 1 passes"):
-        calibrate_batch(10, 0.5, 3, 0.1, 1e-6)
 
 
 @pytest.mark.parametrize("by", ["quick", "pld"])

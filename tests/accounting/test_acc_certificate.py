@@ -17,27 +17,19 @@ from murmuration.accounting.certificate.certificate import CertificateError, com
 from murmuration.accounting.certificate.explain import Attacks, explain
 from murmuration.accounting.certificate.pages import model_card
 from murmuration.accounting.certificate.verify import EARLIER_METHOD
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon, show_delta
+from murmuration.accounting.epsilon.accountant import Event, epsilon, show_delta
 from murmuration.accounting.epsilon.trade_off import of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, train, whole_run
-
-
-def certified(folder: Path, extra: dict | None = None, tuned: Declared | None = None) -> dict:
-    journal = whole_run(folder)
-    if tuned is not None:
-        journal.declare_tuning(tuned)
-    document = compose(journal.history, journal.ledger.entries, extra or {})
-    certificate.write(document, folder)
-    journal.ledger.close()
-    return document
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, certified, document_of, facts, train, whole_run
 
 
 def test_three_files_and_one_claim(tmp_path: Path) -> None:
-    document = certified(tmp_path, {"known_deviations": ["Proved on CPU alone."], "hashes": {"config": "abc"}})
+    document = certified(
+        whole_run(tmp_path), {"known_deviations": ["Proved on CPU alone."], "hashes": {"config": "abc"}}
+    )
     spent = epsilon([Event(1.0, 20.0, 3)], PLAN.delta)
     assert document["claim"]["epsilon"] == spent
     assert spent <= document["claim"]["epsilon_rounded_up"] == document["claim"]["epsilon_claimed"] <= spent + 1.1e-4
@@ -67,7 +59,7 @@ def test_three_files_and_one_claim(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_no_word_of_it_can_be_improved(tmp_path: Path, where: tuple, value: object) -> None:
-    document = copy.deepcopy(certified(tmp_path))
+    document = copy.deepcopy(certified(whole_run(tmp_path)))
     place = document
     for key in where[:-1]:
         place = place[key]
@@ -80,7 +72,7 @@ def test_no_word_of_it_can_be_improved(tmp_path: Path, where: tuple, value: obje
 @pytest.mark.parametrize("name", ["certificate.html", "certificate.md"])
 def test_pages_that_say_something_else_are_named(tmp_path: Path, name: str) -> None:
     """Nobody signs them, and they are what people read."""
-    document = certified(tmp_path, {"about": {"owner": "a name with \udcff in it"}})
+    document = certified(whole_run(tmp_path), {"about": {"owner": "a name with \udcff in it"}})
     told = f"{name} shows what the certificate says"
     found = verify(tmp_path).attached
     assert found is not None and told in found.checked
@@ -96,7 +88,7 @@ def test_pages_that_say_something_else_are_named(tmp_path: Path, name: str) -> N
 def test_a_certificate_does_not_cover_later_steps(tmp_path: Path) -> None:
     journal = begin(tmp_path)
     train(journal, range(1, 3))
-    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
+    certificate.write(document_of(journal), tmp_path)
     verify(tmp_path)
     train(journal, range(3, 4))
     journal.ledger.close()
@@ -109,7 +101,7 @@ def test_a_certificate_does_not_cover_what_makes_its_claim_another_one_later(tmp
     journal = begin(tmp_path)
     train(journal, range(1, 3))
     journal.open_step(0, 3, facts(3))
-    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
+    certificate.write(document_of(journal), tmp_path)
     verify(tmp_path)
     if later == "commit":
         journal.commit_step(0, 3, facts(3))
@@ -131,7 +123,7 @@ def test_the_budget_is_claimed_where_outputs_may_have_been_chosen(tmp_path: Path
         journal.begin_segment(0, CONFIG, DATA, 3, "a better learning rate")
         train(journal, range(4, 41))
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert document["claim"]["epsilon"] < document["claim"]["epsilon_claimed"] == PLAN.epsilon_budget
     assert f"({PLAN.epsilon_budget}," in document["claim"]["statement"]
     certificate.write(document, tmp_path)
@@ -141,7 +133,7 @@ def test_the_budget_is_claimed_where_outputs_may_have_been_chosen(tmp_path: Path
 def test_what_is_not_private_says_so_everywhere(tmp_path: Path) -> None:
     journal = begin(tmp_path, debug=True)
     journal.open_step(0, 1, facts(1))
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert not document["claim"]["private"]
     for text in (document["claim"]["statement"], markdown(document), html_page(document)):
         assert "NOT PRIVATE (debug)" in text
@@ -149,8 +141,9 @@ def test_what_is_not_private_says_so_everywhere(tmp_path: Path) -> None:
 
 
 def test_tuning_is_charged_and_recomputed(tmp_path: Path) -> None:
-    tuned = Declared("learning rate, 5 runs on average", Tuning(5.0))
-    document = certified(tmp_path, {"siblings": [{"run": "a", "epsilon": 0.5}, "b"]}, tuned)
+    journal = whole_run(tmp_path)
+    journal.declare_tuning(Declared("learning rate, 5 runs on average", Tuning(5.0)))
+    document = certified(journal, {"siblings": [{"run": "a", "epsilon": 0.5}, "b"]})
     cost = document["tuned_on_private_data"][0]["epsilon"]
     assert document["claim"]["epsilon_claimed"] >= cost > document["claim"]["epsilon"]
     assert "run: a" in markdown(document) and "charged in the claim" in markdown(document)
@@ -175,18 +168,20 @@ def test_tuning_once_declared_stays_declared_and_is_priced_before_the_first_step
     assert journal.ledger.length == length
     train(journal, range(1, PLAN.steps + 1))
     journal.finish()
-    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
+    certificate.write(document_of(journal), tmp_path)
     verify(tmp_path)
     journal.declare_tuning(Declared("one more, found later", Tuning(9, fixed=True)))
     with pytest.raises(CertificateError, match="no longer covers"):
         verify(tmp_path)
-    later = compose(journal.history, journal.ledger.entries, {})
+    later = document_of(journal)
     assert [each["statement"] for each in later["tuned_on_private_data"]][-1] == "one more, found later"
     assert later["claim"]["epsilon_claimed"] > cost
 
 
 def test_tuning_that_is_not_charged_leaves_no_claim(tmp_path: Path) -> None:
-    document = certified(tmp_path, tuned=Declared("500 learning rates, the best by the private loss"))
+    journal = whole_run(tmp_path)
+    journal.declare_tuning(Declared("500 learning rates, the best by the private loss"))
+    document = certified(journal)
     assert not document["claim"]["private"] and "500 learning rates" in document["claim"]["statement"]
     assert "NOT PRIVATE" in markdown(document) and verify(tmp_path).objection is not None
 
@@ -196,7 +191,7 @@ def test_where_the_budget_is_claimed_each_tuned_run_is_charged_as_planned(tmp_pa
     journal.declare_tuning(Declared("two runs", Tuning(2, fixed=True)))
     train(journal, range(1, 4))
     journal.finish()  # early: somebody may have chosen when
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert document["claim"]["epsilon_claimed"] >= epsilon([Event(1.0, 20.0, 2 * PLAN.steps)], PLAN.delta)
 
 
@@ -207,7 +202,7 @@ def test_a_generator_that_is_not_cryptographic_is_stated_whatever_the_config_say
         philox = replace(honest, noise=replace(honest.noise, generator="philox4x32-10"))
         journal.open_step(0, step, philox if step == 1 else honest)
         journal.commit_step(0, step, philox if step == 1 else honest)
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     stated = [text for text in document["known_deviations"] if "not a cryptographic generator" in text]
     assert stated
     certificate.write(document, tmp_path)
@@ -220,7 +215,7 @@ def test_a_generator_that_is_not_cryptographic_is_stated_whatever_the_config_say
     with pytest.raises(LedgerError, match="which is unknown here"):
         strange = replace(honest, noise=replace(honest.noise, generator="rand()"))
         journal.open_step(0, 4, strange)
-        compose(journal.history, journal.ledger.entries, {})
+        document_of(journal)
 
 
 def test_repeat_and_select_lies_between_one_run_and_all_of_them() -> None:
@@ -230,14 +225,11 @@ def test_repeat_and_select_lies_between_one_run_and_all_of_them() -> None:
     assert all(one < value < 10 * one for value in drawn)
     assert tuned_epsilon(events, 1e-6, Tuning(3, fixed=True)) == epsilon([Event(0.01, 1.0, 600)], 1e-6)
     assert Tuning.from_dict(Tuning(4, math.inf).as_dict()) == Tuning(4, math.inf)
-    for nonsense in ({"mean": 0}, {"mean": 2.5, "fixed": True}, {"mean": 3, "shape": -1.0}, {"mean": math.nan}):
-        with pytest.raises(AccountingError):
-            Tuning(**nonsense)
 
 
 def test_pages_escape_what_names_contain(tmp_path: Path) -> None:
     journal = begin(tmp_path)
-    document = compose(journal.history, journal.ledger.entries, {"known_deviations": ["<script>alert(1)</script>"]})
+    document = document_of(journal, {"known_deviations": ["<script>alert(1)</script>"]})
     document["phases"][0]["name"] = "a|b<i>"
     assert "<script>" not in html_page(document) and "<i>" not in html_page(document)
     assert [line.count("|") for line in markdown(document).splitlines() if "a&#124;b&lt;i&gt;" in line] == [10]
@@ -270,7 +262,7 @@ def test_no_name_is_markup_in_a_certificate(tmp_path: Path, name: str) -> None:
         journal.declare_nonprivate(1, word, False, word)
         journal.declare_tuning(Declared(word))
         extra = {"known_deviations": [word], "siblings": [{"run": word, word: "x"}, word]}
-        document = compose(journal.history, journal.ledger.entries, extra)
+        document = document_of(journal, extra)
         document["run"] = document["phases"][0]["name"] = document["claim"]["claimed_because"] = word
         certificate.write(document, tmp_path)
         assert json.loads((tmp_path / "certificate.json").read_text(encoding="utf-8"))["run"] == word
@@ -313,7 +305,7 @@ def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:
     assert journal.history.why_budget_is_claimed() is None
     journal.declare_plan(1, "later", PLAN, {})
     assert "later" in (journal.history.why_budget_is_claimed() or "")
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     # Basic composition is all that holds of a plan that outputs may have shaped.
     assert document["claim"]["delta_claimed"] == 2 * PLAN.delta
     assert show_delta(2 * PLAN.delta) in document["claim"]["statement"]
@@ -322,7 +314,7 @@ def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("apart", "stands"), [(5e-6, True), (-5e-6, True), (2e-5, False), (-3e-3, False)])
 def test_a_certificate_of_the_unbounded_method_stands_where_the_bound_agrees(tmp_path, apart, stands) -> None:
-    document = copy.deepcopy(certified(tmp_path))
+    document = copy.deepcopy(certified(whole_run(tmp_path)))
     history, entries = History.read(tmp_path / "ledger.jsonl")
     found = history.epsilon() + apart
     document["claim"] = compose(history, entries, {}, found)["claim"]

@@ -8,17 +8,15 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from murmuration.accounting.banded import best_banded
-from murmuration.accounting.certificate import certificate
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
-from tests.support.acc_world import rewritten, whole_run
+from tests.support.acc_world import certified, rewritten, whole_run
 
 ROOT = Path(__file__).resolve().parents[2]
 VIP = "--n 233000000 --batch 98304 --steps 6000 --delta 2.145922746781116e-09"
@@ -41,25 +39,23 @@ def here(arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def answer(arguments: str, by: Callable[[str], subprocess.CompletedProcess[str]] = here) -> dict:
-    done = by(arguments + " --json")
+def answer(arguments: str) -> dict:
+    done = here(arguments + " --json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    journal = whole_run(tmp_path)
-    certificate.write(certificate.compose(journal.history, journal.ledger.entries, {}), tmp_path)
-    journal.ledger.close()
+    certified(whole_run(tmp_path))
     return tmp_path
 
 
 def test_the_commands_that_were_promised(tmp_path: Path) -> None:
-    rdp = answer(f"epsilon {VIP} --sigma 0.48 --accountant rdp", account)
-    pld = answer(f"epsilon {VIP} --sigma 0.48 --accountant pld", account)
+    rdp = answer(f"epsilon {VIP} --sigma 0.48 --accountant rdp")
+    pld = answer(f"epsilon {VIP} --sigma 0.48 --accountant pld")
     assert abs(rdp["epsilon"] - 7.996) < 1e-3 and abs(pld["epsilon"] - 6.83) < 1e-2
-    sigma = answer(f"calibrate {VIP} --epsilon 8 --accountant rdp", account)["sigma"]
+    sigma = answer(f"calibrate {VIP} --epsilon 8 --accountant rdp")["sigma"]
     assert answer(f"epsilon {VIP} --sigma {sigma!r} --accountant rdp")["epsilon"] <= 8
     assert "7.9963" in account(f"epsilon {VIP} --sigma 0.48 --accountant rdp", tmp_path).stdout
 
@@ -113,7 +109,7 @@ def test_random_allocation_is_asked_about_in_the_same_words_everywhere() -> None
     assert spent <= answer(f"explain {PLAN} {kind} --sigma {found['sigma']}")["epsilon"] < spent + 2e-4
     by_steps = {row["steps"]: row["epsilon"] for row in planned["epsilon_over_steps"]}
     assert by_steps[4] == by_steps[8] < by_steps[12] == by_steps[20], "an epoch is charged whole"
-    for row in planned["sigma_over_batch"]:
+    for row in planned["sigma_over_batch"][::3]:  # the ends
         same = answer(f"calibrate {PLAN} {kind} --epsilon 3".replace("300 ", f"{row['batch']!r} "))
         assert same["expected_batch"] == row["batch"] and same["sigma"] <= row["sigma"] < same["sigma"] + 1e-3
     batches = [row["batch"] for row in planned["sigma_over_batch"]]

@@ -15,7 +15,7 @@ from murmuration.accounting.certificate.composition import composed, known_runs,
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train, whole_run
 
 
 def logged(folder: Path, epsilon: float | None = PLAN.epsilon_budget, **more: Any) -> dict[str, Any]:
@@ -25,13 +25,7 @@ def logged(folder: Path, epsilon: float | None = PLAN.epsilon_budget, **more: An
 
 
 def finished(folder: Path, sigma: float, steps: int) -> Path:
-    folder.mkdir()
-    plan = replace(PLAN, noise_multiplier=sigma, steps=steps)
-    journal = begin(folder, plan)
-    train(journal, range(1, steps + 1), plan)
-    journal.checkpointed(0, steps, "end")
-    journal.finish()
-    journal.ledger.close()
+    whole_run(folder, steps, replace(PLAN, noise_multiplier=sigma)).ledger.close()
     return folder
 
 
@@ -57,7 +51,6 @@ def test_ledgers_at_hand_are_composed_and_claims_are_added(tmp_path: Path) -> No
 
 def test_a_fork_counts_what_both_share_once(tmp_path: Path) -> None:
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
-    trunk.mkdir()
     journal = begin(trunk)
     train(journal, range(1, 11))
     journal.checkpointed(0, 10, "ten")
@@ -89,7 +82,6 @@ def allowed(sigma: float = PLAN.noise_multiplier) -> int:
 def test_a_run_that_may_go_on_counts_as_far_as_its_budget_leads(tmp_path: Path) -> None:
     one = finished(tmp_path / "one", 20.0, 5)
     other = tmp_path / "other"
-    other.mkdir()
     journal = begin(other, replace(PLAN, noise_multiplier=30.0))
     train(journal, range(1, 3), replace(PLAN, noise_multiplier=30.0))
     journal.ledger.close()
@@ -102,7 +94,6 @@ def claims_of(folder: Path) -> float:
 
 
 def chosen(folder: Path, tuning: Tuning | None, steps: int) -> Path:
-    folder.mkdir()
     journal = begin(folder)
     if tuning is not None:
         journal.declare_tuning(Declared("several rates", tuning))
@@ -145,6 +136,5 @@ def test_a_run_without_noise_leaves_no_number(tmp_path: Path) -> None:
     assert found["epsilon_sum"] is None and "its twin trained on these records without" in found["because"]
     json.dumps(found, allow_nan=False)
     debug = tmp_path / "debug"
-    debug.mkdir()
     begin(debug, debug=True).ledger.close()
     assert of(one, logged(debug))["epsilon_sum"] is None, "a run that is NOT PRIVATE promises nothing to add"

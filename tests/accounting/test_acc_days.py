@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import CertificateError, compose, verify
+from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.days import day, day_of
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from tests.support.acc_world import PLAN, begin, rewritten, train
+from tests.support.acc_world import PLAN, begin, certified, rewritten, train
 
 KEY = RunKey(bytes(range(32)))
 
 
-def certified(folder: Path, started: str | None, dates: dict[str, str] | None, signer: bool = False) -> dict[str, Any]:
+def dated(folder: Path, started: str | None, dates: dict[str, str] | None, signer: bool = False) -> dict[str, Any]:
     journal = Journal(Ledger.open(folder / "ledger.jsonl"))
     who = public_key(KEY) if signer else None
     journal.start_run("dated", "check", False, {}, signer=who, started=started)
@@ -29,15 +28,11 @@ def certified(folder: Path, started: str | None, dates: dict[str, str] | None, s
     journal.begin_segment(0, "config", "data", 0, "first")
     train(journal, range(1, 3))
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {} if dates is None else {"dates": dates})
-    document = signed(document, KEY) if signer else document
-    certificate.write(document, folder)
-    journal.ledger.close()
-    return document
+    return certified(journal, {} if dates is None else {"dates": dates}, KEY if signer else None)
 
 
 def test_the_first_start_comes_from_the_ledger_and_pages_tell_both(tmp_path: Path) -> None:
-    document = certified(tmp_path, "2026-02-28", {"last_start": "2026-03-01"})
+    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-03-01"})
     assert document["dates"] == {"first_start": "2026-02-28", "last_start": "2026-03-01"}
     verify(tmp_path)
     for name in ("certificate.md", "certificate.html"):
@@ -60,20 +55,20 @@ def test_the_first_start_comes_from_the_ledger_and_pages_tell_both(tmp_path: Pat
 )  # fmt: skip
 def test_days_that_the_ledger_contradicts_are_refused(tmp_path: Path, dates: Any, signer: bool) -> None:
     """Whoever holds the key may not state them either."""
-    document = certified(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}, signer) | {"dates": dates}
+    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}, signer) | {"dates": dates}
     (tmp_path / "certificate.json").write_text(json.dumps(signed(document, KEY) if signer else document))
     with pytest.raises(CertificateError, match="dates"):
         verify(tmp_path)
 
 
 def test_a_clock_that_was_set_back_costs_no_certificate(tmp_path: Path) -> None:
-    document = certified(tmp_path, "2026-02-28", {"last_start": "2026-02-27"})
+    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-02-27"})
     assert document["dates"] == {"first_start": "2026-02-28", "last_start": "2026-02-28"}
     verify(tmp_path)
 
 
 def test_a_signed_day_cannot_be_moved_even_where_the_ledger_says_nothing(tmp_path: Path) -> None:
-    document = certified(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}, signer=True)
+    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}, signer=True)
     document["dates"]["last_start"] = "2026-03-02"
     (tmp_path / "certificate.json").write_text(json.dumps(document))
     with pytest.raises(CertificateError, match="changed after it was signed"):
@@ -82,13 +77,13 @@ def test_a_signed_day_cannot_be_moved_even_where_the_ledger_says_nothing(tmp_pat
 
 @pytest.mark.parametrize("dates", [None, {"last_start": "2026-03-01"}])
 def test_runs_that_recorded_no_day_still_verify(tmp_path: Path, dates: dict[str, str] | None) -> None:
-    document = certified(tmp_path, None, dates)
+    document = dated(tmp_path, None, dates)
     assert document.get("dates") == dates
     verify(tmp_path)
 
 
 def test_a_day_cannot_be_added_to_a_run_that_recorded_none(tmp_path: Path) -> None:
-    document = certified(tmp_path, None, None) | {"dates": {"first_start": "2026-02-28"}}
+    document = dated(tmp_path, None, None) | {"dates": {"first_start": "2026-02-28"}}
     (tmp_path / "certificate.json").write_text(json.dumps(document))
     with pytest.raises(CertificateError, match="2026-02-28, but the ledger gives None"):
         verify(tmp_path)

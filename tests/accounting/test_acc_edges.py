@@ -38,13 +38,24 @@ from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import GRID_GROWTH, PlanError, PlannedMetric
-from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse, read
-from murmuration.accounting.tan import stand_in
+from murmuration.accounting.plan import GRID_GROWTH
+from murmuration.accounting.strict_json import read
 from murmuration.accounting.template import html_page, json_text
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
 from tests.accounting.test_acc_exact import exact_facts
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
+from tests.support.acc_world import (
+    CONFIG,
+    DATA,
+    PLAN,
+    begin,
+    certified,
+    document_of,
+    facts,
+    reopen,
+    rewritten,
+    train,
+    whole_run,
+)
 
 KEY = RunKey(bytes(range(32)))
 
@@ -247,17 +258,6 @@ def test_old_lines_of_tuning_mean_a_geometric_number_of_runs(tmp_path: Path) -> 
     assert History.read(tmp_path / "ledger.jsonl")[0].tunings == [Declared("several rates", Tuning(4.0, 1.0, False))]
 
 
-def test_held_out_records_and_their_accuracy_come_together() -> None:
-    metric = PlannedMetric("accuracy", 1.0, 5.0)
-    assert replace(PLAN, held_out=0.25, metrics=(metric,)).held_out == 0.25
-    for share, metrics in (
-        (None, (metric,)), (0.25, ()), (0.25, (replace(metric, bound=2.0),)), (0.6, (metric,)), (0.0, (metric,)),
-        (0.25, (metric, metric)),
-    ):  # fmt: skip
-        with pytest.raises(PlanError, match="held"):
-            replace(PLAN, held_out=share, metrics=metrics)
-
-
 # The certificate
 
 
@@ -280,9 +280,7 @@ def test_what_a_copied_secret_folder_gives_is_told_of_segments_as_they_are(tmp_p
 
 
 def test_any_file_of_a_run_names_it(tmp_path: Path) -> None:
-    journal = whole_run(tmp_path)
-    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
-    journal.ledger.close()
+    certified(whole_run(tmp_path))
     found = verify(tmp_path)
     assert verify(tmp_path / "ledger.jsonl") == verify(tmp_path / "certificate.md") == found
     assert found.claimed is not None
@@ -290,7 +288,7 @@ def test_any_file_of_a_run_names_it(tmp_path: Path) -> None:
 
 def test_limits_may_differ_by_what_processors_round_and_their_reasons_in_words(tmp_path: Path) -> None:
     journal = whole_run(tmp_path)
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     journal.ledger.close()
     for off, stands in ((1e-8, True), (1e-5, False)):
         changed = copy.deepcopy(document)
@@ -341,7 +339,7 @@ def test_a_ledger_whose_noise_no_accountant_can_take_is_a_sentence(
 def test_what_is_not_private_claims_nothing_beside_it(tmp_path: Path) -> None:
     journal = begin(tmp_path, debug=True)
     train(journal, range(1, 3))
-    claim = compose(journal.history, journal.ledger.entries, {})["claim"]
+    claim = document_of(journal)["claim"]
     assert claim["statement"] == journal.history.why_not_private() and "privacy for" not in claim["statement"]
 
 
@@ -371,14 +369,7 @@ def test_a_claim_whose_delta_nobody_knows_cannot_be_added(tmp_path: Path) -> Non
 
 
 def signed_run(folder: Path, words: dict[str, Any]) -> Path:
-    journal = Journal(Ledger.open(folder / "ledger.jsonl"))
-    journal.start_run("tiny", KEY.check_value(), False, {}, signer=public_key(KEY))
-    journal.declare_plan(0, "private", PLAN, {})
-    journal.begin_segment(0, CONFIG, DATA, 0, "first")
-    train(journal, range(1, PLAN.steps + 1))
-    journal.finish()
-    certificate.write(signed(compose(journal.history, journal.ledger.entries, words), KEY), folder)
-    journal.ledger.close()
+    certified(whole_run(folder, PLAN.steps, key=KEY), words, KEY)
     return folder
 
 
@@ -455,23 +446,6 @@ def test_fields_have_their_own_type_and_the_first_that_has_not_is_named(wrong: d
         read(Charge, {name: value for name, value in fields.items() if name != "count"})
 
 
-def test_json_ends_where_no_file_of_ours_goes_on() -> None:
-    for depth, stands in ((MOST_DEPTH, True), (MOST_DEPTH + 1, False)):
-        text = "[" * depth + "]" * depth
-        if stands:
-            parse(text)
-            parse(f"{text[:-1]}, []]")  # as deep, with more brackets
-        else:
-            with pytest.raises(JsonError, match=r"more than 100 levels"):
-                parse(text)
-    for number, stands in ((-(2**63), True), (2**64 - 1, True), (-(2**63) - 1, False), (2**64, False)):
-        if stands:
-            assert parse(str(number)) == number
-        else:
-            with pytest.raises(JsonError, match="does not fit in 64 bits"):
-                parse(str(number))
-
-
 def test_a_sentence_is_cut_in_its_middle_and_only_if_it_is_too_long() -> None:
     whole = "".join(chr(ord("a") + number % 26) for number in range(LONGEST))
     assert sentence(ValueError(whole)) == whole
@@ -497,11 +471,6 @@ def test_scripts_may_rely_on_the_exit_codes() -> None:
     found = (errors.DONE, errors.BAD_INPUT, errors.BUDGET_SPENT, errors.SELF_TEST_FAILED, errors.REFUSED)
     assert (*found, errors.REFUTED, errors.RESUME_ME) == (0, 2, 3, 4, 5, 6, 75)
     assert (errors.RunError.exit_code, LedgerError.exit_code, BudgetSpent.exit_code) == (2, 5, 3)
-
-
-def test_a_simulation_is_told_the_largest_scale_that_it_may_have() -> None:
-    with pytest.raises(PlanError, match=r"use at most 200\b"):
-        stand_in(replace(PLAN, steps=1), 201.0)
 
 
 # Files
@@ -572,7 +541,7 @@ def test_a_damaged_manifest_vouches_for_nothing(tmp_path: Path, content: str) ->
 @pytest.mark.parametrize("name", ["known_deviations", "siblings"])
 def test_lists_of_a_certificate_are_lists(tmp_path: Path, name: str) -> None:
     journal = whole_run(tmp_path)
-    document = compose(journal.history, journal.ledger.entries, {"siblings": []})
+    document = document_of(journal, {"siblings": []})
     (tmp_path / "certificate.json").write_text(json.dumps(document | {name: " ".join(document[name])}))
     with pytest.raises(CertificateError, match=f"{name} are not a list"):
         verify(tmp_path)
@@ -595,7 +564,7 @@ def with_checkpoint(folder: Path) -> Path:
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
     train(journal, range(1, PLAN.steps + 1))
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {"siblings": []})
+    document = document_of(journal, {"siblings": []})
     digest = hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()
     tensors = {"weight": "0" * 64}
     document["weights"] = [

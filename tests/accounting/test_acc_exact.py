@@ -27,7 +27,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import GRID_GROWTH, PlannedMetric, PrivacyPlan, fits_grid
 from murmuration.accounting.tan import stand_in
-from tests.support.acc_world import PLAN, begin, facts, rewritten, train
+from tests.support.acc_world import PLAN, begin, certified, document_of, facts, rewritten, whole_run
 
 GRID = 2.0**-22
 EXACT_PLAN = replace(PLAN, grid_growth=GRID_GROWTH, steps=3)
@@ -48,18 +48,14 @@ def exact_run(folder: Path) -> Journal:
     return journal
 
 
-def certified(folder: Path, journal: Journal) -> dict[str, Any]:
-    document = certificate.compose(journal.history, journal.ledger.entries, {"known_deviations": ["of the trainer"]})
-    certificate.write(document, folder)
-    journal.ledger.close()
-    return document
+OF_THE_TRAINER = {"known_deviations": ["of the trainer"]}
 
 
 # The ledger and what is said of it.
 
 
 def test_a_run_of_exact_noise_is_charged_for_its_grid_and_verified(tmp_path: Path) -> None:
-    document = certified(tmp_path, exact_run(tmp_path))
+    document = certified(exact_run(tmp_path), OF_THE_TRAINER)
     verdict = certificate.verify(tmp_path)
     charged = Event(1.0, 20.0 / (1 + 1e-6), 3)
     assert verdict.epsilon == document["claim"]["epsilon"] == epsilon([charged], EXACT_PLAN.delta)
@@ -72,7 +68,7 @@ def test_a_run_of_exact_noise_is_charged_for_its_grid_and_verified(tmp_path: Pat
 
 
 def test_floating_point_is_a_deviation_unless_all_noise_was_exact(tmp_path: Path) -> None:
-    exact, plain = (certified(tmp_path / name, made) for name, made in _both(tmp_path))
+    exact, plain = (certified(made, OF_THE_TRAINER) for made in _both(tmp_path))
     assert DEVIATIONS[0] not in exact["known_deviations"] and DEVIATIONS[1] in exact["known_deviations"]
     assert set(DEVIATIONS) <= set(plain["known_deviations"]) and plain["mechanism"] == MECHANISM
     assert "known deviations are listed below" in html_page(exact)
@@ -80,19 +76,14 @@ def test_floating_point_is_a_deviation_unless_all_noise_was_exact(tmp_path: Path
     assert not any("floating-point" in text for text in exact["known_deviations"])
 
 
-def _both(folder: Path) -> list[tuple[str, Journal]]:
-    (folder / "exact").mkdir()
-    (folder / "plain").mkdir()
-    plain = begin(folder / "plain", replace(PLAN, steps=3))
-    train(plain, range(1, 4), plain.history.plans[0])
-    plain.finish()
-    return [("exact", exact_run(folder / "exact")), ("plain", plain)]
+def _both(folder: Path) -> list[Journal]:
+    return [exact_run(folder / "exact"), whole_run(folder / "plain")]
 
 
 def test_steps_of_a_lost_part_may_have_had_any_noise(tmp_path: Path) -> None:
     journal = exact_run(tmp_path)
     journal.history.lost = list(journal.history.charges())
-    document = certificate.compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert DEVIATIONS[0] in document["known_deviations"] and document["mechanism"] == MECHANISM
     journal.ledger.close()
 
@@ -184,7 +175,7 @@ def test_verify_refuses_a_forged_ledger(tmp_path: Path, what: str) -> None:
 
 
 def test_a_certificate_that_calls_other_noise_exact_is_refused(tmp_path: Path) -> None:
-    exact, plain = (certified(tmp_path / name, made) for name, made in _both(tmp_path))
+    exact, plain = (certified(made, OF_THE_TRAINER) for made in _both(tmp_path))
     for change in (
         {"known_deviations": exact["known_deviations"]},
         {"mechanism": exact["mechanism"]},

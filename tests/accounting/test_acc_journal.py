@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import compose, verify
+from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
+from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.accounting.strict_json import read
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, facts, reopen, rewritten, train, whole_run
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, facts, reopen, rewritten, train, whole_run
 
 MEASURED = replace(PLAN, metrics=(PlannedMetric("loss", 2.0, 80.0),))
 
@@ -87,7 +90,7 @@ def test_a_commit_outside_any_accounting_makes_the_run_not_private(tmp_path: Pat
     with pytest.raises(LedgerError):
         journal.commit_step(0, 1, facts(1, **change))
     assert (journal.history.why_not_private() or "").startswith("NOT PRIVATE: step 1 of phase 0")
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert not document["claim"]["private"] and document["claim"]["epsilon"] is None
     journal.ledger.close()
     with pytest.raises(LedgerError, match="no epsilon can be given: step 1"):
@@ -99,10 +102,12 @@ CONTRADICTIONS: dict[str, tuple[PrivacyPlan, Callable[[StepFacts], StepFacts], s
     "n": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, records=99)), "states n = 99"),
     "divisor": (PLAN, lambda f: replace(f, noise=replace(f.noise, divisor=97.0)), "states the divisor = 97"),
     "noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=1e9)), "states the deviation of the noise = 1000"),
+    "no noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=0.0)), "states the deviation of the noise"),
     "less noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=19.0)), "states the deviation of the noise"),
     "sensitivity": (
         PLAN, lambda f: replace(f, clipping=replace(f.clipping, sensitivity=1e-9)), "states the sensitivity 1e-09",
     ),
+    "no bound": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, sensitivity=-1.0)), "states the sensitivity"),
     "rule": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, rule="none")), "clips by the rule 'none'"),
     "generator": (PLAN, lambda f: replace(f, noise=replace(f.noise, generator="rand()")), "draws noise from 'rand"),
     "elements": (PLAN, lambda f: replace(f, noise=replace(f.noise, elements=0)), "noise for no element"),
@@ -174,14 +179,6 @@ def test_a_plan_that_promises_something_else_is_not_read(tmp_path: Path) -> None
         journal.declare_plan(0, "private", tiny, describe("pld"))
 
 
-@pytest.mark.parametrize("change", [{"std": 0.0}, {"sensitivity": 0.0}, {"sensitivity": -1.0}, {"elements": 0}])
-def test_a_step_without_a_mechanism_is_never_opened(tmp_path: Path, change: dict) -> None:
-    journal = begin(tmp_path)
-    with pytest.raises((LedgerError, ValueError)):
-        journal.open_step(0, 1, facts(1, **change))
-    assert not journal.history.opened and journal.ledger.length == 3
-
-
 def test_a_frozen_plan_and_a_phase_that_changes_sides(tmp_path: Path) -> None:
     journal = begin(tmp_path)
     journal.declare_plan(0, "private", PLAN, describe("pld"))
@@ -196,37 +193,27 @@ def test_a_frozen_plan_and_a_phase_that_changes_sides(tmp_path: Path) -> None:
         journal.declare_plan(1, "open", PLAN, describe("pld"))
 
 
-def test_one_word_that_data_are_not_public_is_enough(tmp_path: Path) -> None:
+NOT_DECLARED, PROTECTED = "not declared public", "records that another phase protects"
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ([(True, "web"), (True, "web")], None), ([(True, "web"), (False, "web"), (True, "web")], NOT_DECLARED),
+        ([(False, "web"), (True, "other records")], NOT_DECLARED), ([(True, DATA)], PROTECTED),
+        ([(True, "web"), (True, DATA)], PROTECTED),
+    ],
+)  # fmt: skip
+def test_one_word_that_data_are_not_public_or_protected_elsewhere_is_enough(
+    tmp_path: Path, words: list[tuple[bool, str]], fault: str | None
+) -> None:
     journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert journal.history.why_not_private() is None
-    length = journal.ledger.length
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert journal.ledger.length == length
-    journal.declare_nonprivate(1, "tail", False, "web")
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert "not declared public" in (journal.history.why_not_private() or "")
-
-
-def test_records_cannot_be_protected_and_public_at_once(tmp_path: Path) -> None:
-    journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", True, DATA)
-    assert "records that another phase protects" in (journal.history.why_not_private() or "")
-
-
-def test_records_that_become_those_of_a_public_phase_later_are_told_as_well(tmp_path: Path) -> None:
-    journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", True, "web")
-    assert journal.history.why_not_private() is None
-    journal.declare_nonprivate(1, "tail", True, DATA)
-    assert "records that another phase protects" in (journal.history.why_not_private() or "")
-
-
-def test_data_that_were_not_public_once_are_not_made_so_by_other_records(tmp_path: Path) -> None:
-    journal = begin(tmp_path)
-    journal.declare_nonprivate(1, "tail", False, "web")
-    journal.declare_nonprivate(1, "tail", True, "other records")
-    assert "not declared public" in (journal.history.why_not_private() or "")
+    for public, digest in words:
+        journal.declare_nonprivate(1, "tail", public, digest)
+    said = journal.history.why_not_private()
+    assert said is None if fault is None else fault in (said or "")
+    told = list(dict.fromkeys(words))
+    assert fault is not None or journal.ledger.length == 3 + len(told), "said once"
 
 
 def test_a_run_without_a_private_phase_makes_no_claim(tmp_path: Path) -> None:
@@ -331,3 +318,154 @@ def test_noised_metrics_of_a_draw_are_one_event_with_its_gradient(tmp_path: Path
     assert combined_sigma([(1.0, 3.0)]) == pytest.approx(3.0)
     with pytest.raises((LedgerError, ValueError)):
         journal.open_step(0, 2, replace(facts(2), metrics=(MetricFact("loss", 1.0, 0.0),)))
+
+
+# What a run may still spend, alone and over its phases, and that nobody spends what is another's.
+
+
+def test_the_budget_is_never_passed(tmp_path: Path) -> None:
+    plan = replace(PLAN, epsilon_budget=0.4)
+    journal = begin(tmp_path, plan)
+    with pytest.raises(BudgetSpent, match=r"would pass epsilon = 0\.4"):
+        train(journal, range(1, 41), plan)
+    opened = len(journal.history.opened)
+    assert 1 < opened < 40
+    assert journal.history.epsilon() <= 0.4 < epsilon([Event(1.0, 20.0, opened + 1)], plan.delta)
+    # Weaker noise than planned makes fewer steps affordable; a new segment and a restart give none back.
+    journal.begin_segment(0, CONFIG, DATA, 0, "rolled back")
+    with pytest.raises(BudgetSpent):
+        journal.open_step(0, 1, facts(1))
+    journal.ledger.close()
+    again = reopen(tmp_path)
+    with pytest.raises(BudgetSpent):
+        again.open_step(0, 1, facts(1))
+
+
+def test_one_weaker_step_among_honest_ones_shrinks_what_is_affordable(tmp_path: Path) -> None:
+    """What was found affordable before it holds no longer, for the same honest steps either."""
+    plan = replace(PLAN, epsilon_budget=0.4)
+    journal = begin(tmp_path, plan)
+    train(journal, range(1, 2), plan)
+    journal.open_step(0, 2, facts(2))
+    with pytest.raises(LedgerError, match="had announced"):
+        journal.commit_step(0, 2, facts(2, std=8.0))
+    with pytest.raises(BudgetSpent):
+        train(journal, range(3, 41), plan)
+    assert len(journal.history.opened) > 2 and journal.history.epsilon() <= 0.4
+
+
+def test_a_phase_that_was_left_early_claims_its_budget_before_the_run_is_finished(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 4))
+    assert journal.history.why_budget_is_claimed() is None
+    journal.declare_nonprivate(1, "tail", True, "web")
+    assert journal.history.why_budget_is_claimed() == "phase private ended after 3 of 40 planned steps"
+
+
+def test_what_an_earlier_phase_left_of_its_budget_is_not_a_later_ones_to_spend(tmp_path: Path) -> None:
+    plan = replace(PLAN, epsilon_budget=0.4, steps=100)
+    journal = begin(tmp_path, plan)
+    journal.declare_plan(1, "second", plan, describe("pld"))
+    train(journal, range(1, 2), plan)  # and no further: it ended at a plateau
+    journal.begin_segment(1, CONFIG, DATA, 0, "first")
+    step = 0
+    with pytest.raises(BudgetSpent):
+        while step < plan.steps:
+            step += 1
+            train(journal, range(step, step + 1), plan, phase=1)
+    alone = epsilon(journal.history.charged(1), plan.delta)
+    assert step > 2 and alone <= 0.4 < epsilon([Event(1.0, 20.0, step)], plan.delta)
+
+
+def test_a_phase_does_not_spend_what_a_later_one_was_given(tmp_path: Path) -> None:
+    plan = replace(PLAN, epsilon_budget=0.3)
+    journal = begin(tmp_path, plan)
+    journal.declare_plan(1, "second", plan, describe("pld"))
+    with pytest.raises(BudgetSpent):
+        train(journal, range(1, 41), plan)
+    assert journal.history.epsilon() <= 0.3
+
+
+def test_back_in_an_earlier_phase_the_budgets_of_both_hold(tmp_path: Path) -> None:
+    plan = replace(PLAN, epsilon_budget=0.3)
+    journal = begin(tmp_path, plan)
+    train(journal, range(1, 6), plan)
+    journal.declare_plan(1, "second", plan, describe("pld"))
+    journal.begin_segment(1, CONFIG, DATA, 0, "first")
+    with pytest.raises(BudgetSpent):
+        train(journal, range(1, 41), plan, phase=1)
+    assert journal.history.epsilon() > 0.3, "more than the first phase has"
+    journal.begin_segment(0, CONFIG, DATA, 5, "rolled back")
+    train(journal, range(6, 7), plan)
+
+
+def test_a_ledger_beyond_its_budget_does_not_verify(tmp_path: Path) -> None:
+    plan = replace(PLAN, epsilon_budget=0.5)
+    journal = begin(tmp_path, plan)
+    journal.open_step(0, 1, facts(1))
+    with pytest.raises(LedgerError):
+        journal.commit_step(0, 1, facts(1, std=1.0))
+    journal.ledger.close()
+    with pytest.raises(CertificateError, match="above the budget"):
+        verify(tmp_path)
+
+
+# A copied run directory is recognised, and draws its noise with other keys than the original.
+
+
+def test_a_copy_is_recognised_and_gets_new_keys(tmp_path: Path) -> None:
+    original = tmp_path / "original"
+    (original / "secret").mkdir(parents=True)
+    journal = reopen(original)
+    assert recognise(journal, original / "secret") is None
+    journal.ledger.close()
+    journal = begin(original)
+    train(journal, range(1, 4))
+    journal.checkpointed(0, 3, "a")
+    journal.ledger.close()
+
+    moved = original.rename(tmp_path / "moved")
+    journal = reopen(moved)
+    assert recognise(journal, moved / "secret") is None, "a renamed folder is no copy"
+    assert journal.new_segment_reason(0, 3, CONFIG) is None
+    journal.ledger.close()
+
+    shutil.copytree(moved, tmp_path / "copy")
+    journal = reopen(tmp_path / "copy")
+    assert "copy" in (recognise(journal, tmp_path / "copy" / "secret") or "")
+    assert "copied" in (journal.new_segment_reason(0, 3, CONFIG) or "")
+    journal.ledger.close()
+    journal = reopen(tmp_path / "copy")  # killed before the new segment: still noticed
+    assert recognise(journal, tmp_path / "copy" / "secret") is None
+    assert "copied" in (journal.new_segment_reason(0, 3, CONFIG) or "")
+    journal.begin_segment(0, CONFIG, DATA, 3, "copied")
+    assert journal.new_segment_reason(0, 3, CONFIG) is None
+    for damage in (b"", b"{}"):
+        (moved / "secret" / "identity.json").write_bytes(damage)
+        again = reopen(moved)
+        assert recognise(again, moved / "secret")
+        again.ledger.close()
+
+
+@pytest.mark.parametrize("since", ["a copy", "another segment", "another step"])
+def test_an_unnamed_checkpoint_of_before_is_no_place_to_go_on_from(tmp_path: Path, since: str) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    written_at = journal.ledger.length
+    journal.admit_checkpoint(0, 2, "unnamed", written_at)  # a kill came before its line
+    if since == "a copy":
+        journal.note_copied("another folder")
+    elif since == "another step":
+        train(journal, range(3, 4))
+    else:
+        journal.begin_segment(0, CONFIG, DATA, 0, "rolled back")
+        train(journal, range(1, 3))
+    with pytest.raises(LedgerError, match="does not know this checkpoint of step 2"):
+        journal.admit_checkpoint(0, 2, "unnamed", written_at)
+
+
+def test_two_copies_that_begin_the_same_segment_never_have_the_same_keys(tmp_path: Path) -> None:
+    begin(tmp_path).ledger.close()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    ways = [reopen(folder).begin_segment(0, CONFIG, DATA, 0, "again") for folder in (tmp_path, tmp_path / "copy")]
+    assert ways[0].number == ways[1].number and ways[0].key_name != ways[1].key_name

@@ -14,22 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerError, make_entry, parse
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import begin, facts, reopen, train, whole_run
+from tests.support.acc_world import begin, certified, facts, reopen, train, whole_run
 
 
-def certified(folder: Path) -> bytes:
-    journal = whole_run(folder, steps=2)
-    certificate.write(certificate.compose(journal.history, journal.ledger.entries, {}), folder)
-    journal.ledger.close()
+def ledger_with_certificate(folder: Path) -> bytes:
+    certified(whole_run(folder, steps=2))
     return (folder / "ledger.jsonl").read_bytes()
 
 
 def test_every_flipped_byte_is_found_and_its_line_named(tmp_path: Path) -> None:
-    content = certified(tmp_path)
+    content = ledger_with_certificate(tmp_path)
     verify(tmp_path)
     for position in range(len(content)):
         line = content[:position].count(b"\n") + 1
@@ -43,7 +40,7 @@ def test_every_flipped_byte_is_found_and_its_line_named(tmp_path: Path) -> None:
 
 
 def test_cutting_anywhere_is_found(tmp_path: Path) -> None:
-    content = certified(tmp_path)
+    content = ledger_with_certificate(tmp_path)
     # Every length that leaves whole lines, and a spread of others.
     for length in sorted(
         {*range(0, len(content), 7), *(k + 1 for k, c in enumerate(content) if c == 10)} - {len(content)}
@@ -54,7 +51,7 @@ def test_cutting_anywhere_is_found(tmp_path: Path) -> None:
 
 
 def test_removed_added_and_swapped_lines_are_found(tmp_path: Path) -> None:
-    lines = certified(tmp_path).splitlines(keepends=True)
+    lines = ledger_with_certificate(tmp_path).splitlines(keepends=True)
     for k in range(len(lines)):
         variants = [lines[:k] + lines[k + 1 :], lines[: k + 1] + lines[k:]]
         if k + 1 < len(lines):
@@ -281,5 +278,5 @@ def test_after_a_failed_write_this_process_writes_no_more(tmp_path: Path, monkey
 
 
 def test_nothing_private_and_no_time_stands_in_it(tmp_path: Path) -> None:
-    for line in certified(tmp_path).decode().splitlines():
+    for line in ledger_with_certificate(tmp_path).decode().splitlines():
         assert not {"time", "loss", "batch_size", "ids", "norm"} & set(json.loads(line))

@@ -18,7 +18,6 @@ from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import (
     EARLIER_FORMAT,
     CertificateError,
-    compose,
     html_page,
     html_sections,
     markdown,
@@ -36,7 +35,7 @@ from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan, threshold_for
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, train
+from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, train
 
 # As the demo has them: q = 0.05, 50 steps, epsilon 8 at 1/(2n).
 DEMO = PrivacyPlan(
@@ -50,7 +49,7 @@ def demo(folder: Path, steps: int = 50) -> tuple[Journal, dict]:
     journal = begin(folder, DEMO)
     train(journal, range(1, steps + 1), DEMO)
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, ABOUT)
+    document = document_of(journal, ABOUT)
     certificate.write(document, folder)
     return journal, document
 
@@ -135,7 +134,7 @@ def test_where_the_budget_is_claimed_the_limits_are_of_all_that_it_allows(tmp_pa
     elif why == "kept by a metric":
         journal.declare_choice("public_loss")
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert document["claim"]["epsilon_claimed"] == plan.epsilon_budget > document["claim"]["epsilon"]
     limits = document["limits"]
     assert limits["holds_for"] == BUDGET
@@ -156,7 +155,7 @@ def test_two_phases_are_each_held_to_their_own_budget(tmp_path: Path) -> None:
     journal.begin_segment(1, CONFIG, DATA, 0, "first")
     train(journal, range(1, 6), replace(PLAN, noise_multiplier=30.0), phase=1)
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     events = {event["sigma"]: event["count"] for event in document["limits"]["events"]}
     for sigma, count in events.items():
         assert epsilon([Event(1.0, sigma, count)], PLAN.delta) > PLAN.epsilon_budget
@@ -180,11 +179,11 @@ def test_runs_that_were_all_charged_multiply_and_runs_that_were_drawn_leave_one_
     journal.declare_tuning(Declared("three rates", Tuning(3, fixed=True)))
     train(journal, range(1, 4), replace(PLAN, steps=3))
     journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert document["limits"]["events"] == [{"rate": 1.0, "sigma": 20.0, "count": 9}]
     no_better_than_the_headline(document)
     journal.declare_tuning(Declared("more, by a drawn number", Tuning(5.0)))
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     limits = document["limits"]
     assert limits["events"] is None and "alone" in limits["holds_for"]
     assert all(row["epsilon"] is None for row in (*limits["groups"], limits["replacement"], *limits["other_deltas"]))
@@ -199,7 +198,7 @@ def test_late_plans_leave_the_point_at_their_own_delta(tmp_path: Path) -> None:
     journal = begin(tmp_path, replace(PLAN, steps=2))
     train(journal, range(1, 3), replace(PLAN, steps=2))
     journal.declare_plan(1, "later", PLAN, {})
-    document = compose(journal.history, journal.ledger.entries, {})
+    document = document_of(journal)
     assert document["limits"]["events"] is None and document["limits"]["delta"] == 2 * PLAN.delta
     certificate.write(document, tmp_path)
     verify(tmp_path)

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from murmuration.accounting.certificate import certificate, picture
-from murmuration.accounting.certificate.certificate import compose, html_page, markdown
+from murmuration.accounting.certificate.certificate import html_page, markdown
 from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
 from murmuration.accounting.certificate.pages import percent_of
 from murmuration.accounting.certificate.picture import trade_off_svg
@@ -21,7 +21,7 @@ from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.trade_off import GRID, of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
-from tests.support.acc_world import begin, train, whole_run
+from tests.support.acc_world import begin, document_of, train, whole_run
 
 PROVED = [(alpha, of_point(1.0, 1e-6).power(alpha)) for alpha in GRID]
 ALONE = [(alpha, of_point(2.0, 1e-6).power(alpha)) for alpha in GRID]
@@ -31,7 +31,7 @@ ALONE = [(alpha, of_point(2.0, 1e-6).power(alpha)) for alpha in GRID]
 def document(tmp_path: Path) -> dict[str, Any]:
     journal = whole_run(tmp_path)
     about = {"data": "Scans of one hospital", "owner": "Its data office"}
-    return compose(journal.history, journal.ledger.entries, {"about": about})
+    return document_of(journal, {"about": about})
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-9, 0.5, 0.1234, 0.12341, 0.668499, 0.99991, 0.999999, 1.0])
@@ -65,10 +65,7 @@ def numbers(line: ElementTree.Element) -> list[tuple[float, float]]:
 def place(alpha: float, found: float) -> tuple[float, float]:
     """By the ticks of the axes, six decades wide and from 0 to 100 % high."""
     left, right, top, bottom = picture.LEFT, picture.WIDTH - picture.RIGHT, picture.TOP, picture.HEIGHT - picture.BOTTOM
-    return (
-        left + (right - left) * max(0.0, (math.log10(alpha) + 6) / 6),
-        bottom - (bottom - top) * found,
-    )
+    return (left + (right - left) * max(0.0, (math.log10(alpha) + 6) / 6), bottom - (bottom - top) * found)
 
 
 def test_the_picture_draws_every_curve_where_its_numbers_are() -> None:
@@ -121,7 +118,7 @@ def test_the_registry_entry_promises_what_the_certificate_promises(document: dic
     journal = begin(tmp_path / "debug", debug=True)
     journal.declare_tuning(Declared("rates by hand", Tuning(2, fixed=True)))
     train(journal, range(1, 3))
-    without = registry_entry(compose(journal.history, journal.ledger.entries, {}))["deployment"]
+    without = registry_entry(document_of(journal))["deployment"]
     assert without["dp_flavor"]["name"] == "none" and "privacy_parameters" not in without["privacy_loss"]
     assert without["privacy_loss"]["privacy_parameters_description"].startswith("NOT PRIVATE")
     assert without["implementation"][tuning] == "rates by hand"

@@ -12,30 +12,8 @@ from typing import get_args
 import pytest
 
 from murmuration.accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
-from murmuration.accounting.plan import (
-    RATE_DENOMINATOR,
-    PlanError,
-    PlannedMetric,
-    PrivacyPlan,
-    parse_delta,
-    threshold_for,
-)
+from murmuration.accounting.plan import RATE_DENOMINATOR, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
 from tests.support.acc_world import PLAN
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"threshold": 0}, {"threshold": 2**32 + 1}, {"clip_norm": 0.0}, {"clip_norm": float("inf")}, {"records": 0},
-        {"noise_multiplier": 0.0}, {"noise_multiplier": float("nan")}, {"noise_multiplier": -1.0}, {"steps": 0},
-        {"delta": 0.0}, {"delta": 0.011}, {"delta": float("nan")}, {"epsilon_budget": 0.0},
-        {"epsilon_budget": float("inf")},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_no_such_plan(change: dict) -> None:
-    with pytest.raises(PlanError):
-        replace(PLAN, **change)
 
 
 def test_plan_is_frozen_and_consistent() -> None:
@@ -44,7 +22,6 @@ def test_plan_is_frozen_and_consistent() -> None:
     assert PLAN.sampling_rate == 1.0
     with pytest.raises(AttributeError):
         plan.steps = 9  # pyright: ignore[reportAttributeAccessIssue]
-    assert replace(PLAN, delta=1 / 100).delta == 0.01
 
 
 @pytest.mark.parametrize("records", [1, 7, 20_000, 2_100_000_000])
@@ -53,16 +30,11 @@ def test_threshold_is_the_nearest(records: int) -> None:
         threshold = threshold_for(records, batch)
         assert 1 <= threshold <= RATE_DENOMINATOR
         assert abs(threshold / RATE_DENOMINATOR - batch / records) <= 0.5 / RATE_DENOMINATOR
-    for batch in (0, -1, records + 1, float("nan")):
-        with pytest.raises(PlanError):
-            threshold_for(records, batch)
 
 
 def test_delta_words() -> None:
     assert parse_delta(None, 100) == parse_delta("1/(2n)", 100) == parse_delta(" 1 / 2N", 100) == 0.005
     assert parse_delta("1/n", 100) == 0.01 and parse_delta("1e-6", 100) == 1e-6 and parse_delta(1e-7, 100) == 1e-7
-    with pytest.raises(PlanError, match="delta must be"):
-        parse_delta("one", 100)
 
 
 def test_every_purpose_phase_and_segment_has_its_own_key() -> None:
@@ -122,6 +94,3 @@ def test_planned_metrics_belong_to_the_plan_and_weaken_its_noise() -> None:
     assert PrivacyPlan(**json.loads(json.dumps(plan.as_dict()))) == plan != PLAN
     assert "metrics" not in PLAN.as_dict() and PLAN.effective_noise_multiplier == 20.0
     assert plan.effective_noise_multiplier == pytest.approx((1 / 400 + 1 / 1600) ** -0.5)
-    for bound, std in ((0.0, 1.0), (1.0, 0.0), (1.0, float("inf"))):
-        with pytest.raises(PlanError):
-            PlannedMetric("loss", bound, std)

@@ -11,25 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from murmuration.accounting.certificate.certificate import write
-from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PlanError, PrivacyPlan, ScaledSpace
-from murmuration.accounting.scale_table import (
-    Moments,
-    ScaleError,
-    ScaleTable,
-    nearest_exponent,
-    scales_name,
-    scales_of,
-)
+from murmuration.accounting.plan import PrivacyPlan, ScaledSpace
+from murmuration.accounting.scale_table import Moments, ScaleError, ScaleTable, nearest_exponent, scales_name, scales_of
 from tests.support import acc_world
-from tests.support.acc_world import CONFIG, DATA, reopen, rewritten
+from tests.support.acc_world import CONFIG, DATA, certified, reopen, rewritten
 
 TABLE = ScaleTable({"a": ((1, -2), (0, 3, 0)), "b": ((-5, 0), (0,))})
 OTHER = ScaleTable({"a": ((1, -2), (0, 3, 1)), "b": ((-5, 0), (0,))})
@@ -53,15 +44,14 @@ def begun(folder: Path, declared: str | None = TABLE.digest) -> Journal:
     return journal
 
 
-def certified(folder: Path) -> Path:
+def scaled_run(folder: Path) -> Path:
     journal = begun(folder)
     for step in (1, 2):
         journal.open_step(0, step, facts(step))
         journal.commit_step(0, step, facts(step))
     journal.finish()
     (folder / scales_name(0)).write_text(TABLE.text())
-    write(compose(journal.history, journal.ledger.entries, {}), folder)
-    journal.ledger.close()
+    certified(journal)
     return folder
 
 
@@ -123,9 +113,6 @@ def test_plans_survive_json_and_plans_without_scales_are_as_before() -> None:
     plain = acc_world.facts(1).as_dict()
     assert "scales" not in plain["clipping"] and "scales" not in plain["noise"]
     assert ScaledSpace("x", -3, 5).noise_on_weights(2.0) == (2.0 / 32, 2.0 * 8)
-    for lowest, highest in ((1, 0), (-1000, 0), (0, 1000)):
-        with pytest.raises(PlanError, match="exponents"):
-            ScaledSpace("x", lowest, highest)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +149,7 @@ def test_a_plan_without_scales_takes_no_step_with_them(tmp_path: Path) -> None:
 
 
 def test_verify_recomputes_it_and_the_certificate_says_where_noise_and_sensitivity_are_meant(tmp_path: Path) -> None:
-    verdict = verify(certified(tmp_path))
+    verdict = verify(scaled_run(tmp_path))
     assert verdict.objection is None and verdict.attached is not None
     assert any(scales_name(0) in text for text in verdict.attached.checked)
     told = json.loads((tmp_path / "certificate.json").read_text())
@@ -204,7 +191,7 @@ def _other_everywhere(fields: dict[str, Any]) -> None:
 def test_a_ledger_with_other_scales_is_refused_however_consistent_it_is(
     tmp_path: Path, forged: Any, error: type[Exception], said: str
 ) -> None:
-    certified(tmp_path)
+    scaled_run(tmp_path)
     rewritten(tmp_path, forged)
     with pytest.raises(error, match=said):
         verify(tmp_path)
@@ -216,7 +203,7 @@ def test_a_ledger_with_other_scales_is_refused_however_consistent_it_is(
 
 
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
-    path = certified(tmp_path) / scales_name(0)
+    path = scaled_run(tmp_path) / scales_name(0)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CertificateError, match="damaged"):
         verify(tmp_path)

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from murmuration.accounting.certificate.amended import amended
 from murmuration.accounting.certificate.attached import lists_tensors_of
-from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
+from murmuration.accounting.certificate.certificate import CertificateError, compose, markdown, verify, write
+from murmuration.accounting.certificate.composition import Known, composed
 from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.certificate.weights import (
     WeightsFileError,
@@ -22,23 +24,23 @@ from murmuration.accounting.certificate.weights import (
     tensor_digest,
     write_lists,
 )
-from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.keys import RunKey
-from murmuration.accounting.ledger.heads import append
+from murmuration.accounting.cli.main import main
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.keys import RunKey, store
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.heads import NAME, append
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import CONFIG, DATA, PLAN, reopen, rewritten, train
+from murmuration.accounting.strict_json import parse
+from tests.support.acc_world import PLAN, begin, certified, reopen, rewritten, train, whole_run
 
 KEY = RunKey(bytes(range(32)))
 TENSORS = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.ones(3, dtype=np.float32)}
 
 
 def run(folder: Path, key: RunKey = KEY, steps: int = 40) -> None:
-    folder.mkdir(exist_ok=True)
-    journal = reopen(folder)
+    journal = begin(folder, key=key)
     journal.witnesses["file"] = lambda head: append(folder / "witness.jsonl", head.as_dict(), 0o644)
-    journal.start_run("tiny", key.check_value(), key.debug, {}, signer=public_key(key))
-    journal.declare_plan(0, "private", PLAN, describe("pld"))
-    journal.begin_segment(0, CONFIG, DATA, 0, "first")
     train(journal, range(1, steps + 1))
     journal.checkpointed(0, steps, "digest")
     journal.finish()
@@ -241,15 +243,185 @@ def test_hashes_are_those_of_any_container(tmp_path: Path) -> None:
 
 
 def test_an_older_run_without_a_signature_says_so(tmp_path: Path) -> None:
-    journal = reopen(tmp_path)
-    journal.start_run("tiny", "check", False, {})
+    journal = whole_run(tmp_path)
     assert "signer" not in journal.ledger.entries[0].fields, "its bytes are those of version 0.1"
-    journal.declare_plan(0, "private", PLAN, describe("pld"))
-    journal.begin_segment(0, CONFIG, DATA, 0, "first")
-    train(journal, range(1, 41))
-    journal.finish()
-    document = compose(journal.history, journal.ledger.entries, {})
-    write(document, tmp_path)
+    certified(journal)
     found = verify(tmp_path).attached
     assert found is not None and found.signed_by is None
     assert any("did not sign" in sentence for sentence in found.unchecked)
+
+
+# What is declared after a run has signed and lost its key: charged, told, and bound to what was signed.
+
+
+THREE = Declared("three rates", Tuning(3, fixed=True))
+DRAWN = Declared("a drawn number of rates", Tuning(3))
+
+
+def read(folder: Path) -> dict[str, Any]:
+    document: dict[str, Any] = parse((folder / "certificate.json").read_bytes())
+    return document
+
+
+@pytest.fixture
+def beside_another(tmp_path: Path) -> Path:
+    """Signed, with another run on the same records that claims 3."""
+    run(tmp_path)
+    history, entries = History.read(tmp_path / "ledger.jsonl")
+    document = compose(history, entries, {"siblings": [], "about": {"owner": "the clinic"}})
+    other = Known("other", "other-id", True, 3.0, PLAN.delta)
+    document["composition"] = composed(history, entries, document["claim"]["epsilon_claimed"], [other])
+    write(signed(document, KEY), tmp_path)
+    return tmp_path
+
+
+def declare(folder: Path, declared: Declared) -> dict[str, Any]:
+    journal = reopen(folder)
+    journal.declare_tuning(declared)
+    write(amended(read(folder), journal.history, journal.ledger.entries), folder)
+    journal.ledger.close()
+    return read(folder)
+
+
+def test_later_tuning_is_charged_and_the_signed_words_stay(beside_another: Path) -> None:
+    before = read(beside_another)
+    document = declare(beside_another, THREE)
+    three = epsilon([Event(1.0, PLAN.noise_multiplier, 3 * PLAN.steps)], PLAN.delta)
+    verdict = verify(beside_another)
+    assert verdict.claimed is not None and three <= verdict.claimed < three + 0.01
+    assert document["amends"] == before and document["about"] == before["about"]
+    assert document["composition"]["events"] == [{"rate": 1.0, "sigma": PLAN.noise_multiplier, "count": 3 * PLAN.steps}]
+    assert document["composition"]["epsilon_together"] == three + 3.0
+    assert verdict.attached is not None
+    assert any("amends one that is signed" in sentence for sentence in verdict.attached.checked)
+    assert any("nobody could sign it" in sentence for sentence in verdict.attached.unchecked)
+    assert "amended: the run had signed" in markdown(document)
+
+
+def test_a_second_declaration_amends_the_signed_one(beside_another: Path) -> None:
+    """One (ε, δ) is known of a drawn number of runs, and no steps that it follows from."""
+    before = read(beside_another)
+    declare(beside_another, THREE)
+    document = declare(beside_another, DRAWN)
+    assert document["amends"] == before and len(document["tuned_on_private_data"]) == 2
+    assert [each["by"] for each in document["composition"]["runs"]] == ["claim", "claim"]
+    assert document["composition"]["events"] == []
+    verdict = verify(beside_another)
+    assert verdict.claimed is not None and verdict.claimed > before["claim"]["epsilon_claimed"]
+
+
+def of_fewer_steps(document: dict[str, Any]) -> None:
+    document["composition"]["events"] = document["amends"]["composition"]["events"]
+
+
+def of_a_cheaper_run(document: dict[str, Any]) -> None:
+    document["composition"]["runs"][1]["epsilon"] = 0.1
+
+
+def without_the_other_runs(document: dict[str, Any]) -> None:
+    del document["composition"]
+
+
+@pytest.mark.parametrize(
+    ("forge", "fault"),
+    [
+        (lambda document: document["about"].update(owner="somebody"), "differs in about from"),
+        (lambda document: document.update(hashes={"checkpoint_manifest_sha256": "0"}), "differs in hashes from"),
+        (lambda document: document["known_deviations"].append("and a promise"), "differs in known_deviations from"),
+        (lambda document: document.pop("amends"), "carries no signature"),
+        (lambda document: document["claim"].update(epsilon_of_the_auditor=0.01), "claim contains words that nobody"),
+        (lambda document: document["ledger"].update(note="unsigned"), "ledger contains words that nobody"),
+        (lambda document: document["limits"]["groups"][0].update(reason="ε = 0.01"), "limits contains words that"),
+        (lambda document: document["amends"]["claim"].update(epsilon=0.1), "was changed after it was signed"),
+        (lambda document: document["amends"]["about"].update(owner="") or document["about"].update(owner=""),
+         "was changed after it was signed"),
+        (of_fewer_steps, "adds up different runs or steps"),
+        (of_a_cheaper_run, "adds up different runs or steps"),
+        (without_the_other_runs, "adds up different runs or steps"),
+        (lambda document: document["composition"].update(note="ε = 0.01"), "adds up different runs or steps"),
+        (lambda document: document["composition"].update(delta=1e-30), "adds up different runs or steps"),
+        (lambda document: document.update(signature=document["amends"]["signature"]), "carries a signature"),
+    ],
+)  # fmt: skip
+def test_an_amendment_changes_nothing_else(
+    beside_another: Path, forge: Callable[[dict[str, Any]], Any], fault: str
+) -> None:
+    document = declare(beside_another, THREE)
+    forge(document)
+    (beside_another / "certificate.json").write_text(json.dumps(document))
+    with pytest.raises(CertificateError, match=fault):
+        verify(beside_another)
+
+
+def test_the_signed_one_alone_no_longer_covers_the_run(beside_another: Path) -> None:
+    document = declare(beside_another, THREE)
+    (beside_another / "certificate.json").write_text(json.dumps(document["amends"]))
+    with pytest.raises(CertificateError, match="no longer covers the run"):
+        verify(beside_another)
+
+
+def test_no_steps_can_be_slipped_in_by_an_amendment(tmp_path: Path) -> None:
+    """A certificate that was signed in the middle, as a forger with an early copy of one would need it."""
+    run(tmp_path, steps=20)
+    lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))  # without its end
+    history, entries = History.read(tmp_path / "ledger.jsonl")
+    early = signed(compose(history, entries, {"siblings": []}), KEY)
+    journal = reopen(tmp_path)
+    train(journal, range(21, 41))
+    journal.declare_tuning(THREE)
+    journal.finish()
+    write(amended(early, journal.history, journal.ledger.entries), tmp_path)
+    journal.ledger.close()
+    with pytest.raises(CertificateError, match="amends one after which the run continued"):
+        verify(tmp_path)
+
+
+# `account.py retire`: the key of a run that will not go on is destroyed, and what it spent is certified.
+
+
+def test_a_retired_run_is_closed_certified_and_without_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = RunKey.fresh()
+    store(key, tmp_path / "secret" / "run.key")
+    journal = begin(tmp_path, key=key)
+    train(journal, range(1, 4))
+    assert main(["retire", str(tmp_path)]) == 5, "while a process writes the ledger"
+    assert "in use by another process" in capsys.readouterr().err
+    journal.ledger.close()
+
+    assert main(["retire", str(tmp_path)]) == 0
+    assert "its key is destroyed" in capsys.readouterr().out
+    assert not (tmp_path / "secret" / "run.key").exists()
+    verdict = verify(tmp_path)
+    assert verdict.claimed == PLAN.epsilon_budget and "ended after 3 of 40" in (verdict.claimed_because or "")
+    assert verdict.attached is not None and verdict.attached.signed_by == public_key(key)
+    journal = reopen(tmp_path)
+    with pytest.raises(LedgerError, match="finished before"):
+        train(journal, range(4, 5))
+    journal.ledger.close()
+
+    assert main(["retire", str(tmp_path)]) == 0
+    assert "no key left" in capsys.readouterr().out
+    assert main(["retire", str(tmp_path / "absent")]) == 5
+
+
+def test_a_ledger_that_was_restored_is_retired_with_what_its_lost_part_charged(tmp_path: Path) -> None:
+    """Its key is destroyed with it, so what is signed now is the last word."""
+    key, ledger = RunKey.fresh(), tmp_path / "ledger.jsonl"
+    store(key, tmp_path / "secret" / "run.key")
+    journal = begin(tmp_path, key=key)
+    journal.witnesses["secret"] = lambda head: append(tmp_path / "secret" / NAME, head.as_dict(), 0o600)
+    train(journal, range(1, 6))
+    journal.checkpointed(0, 5, "five")
+    backup = ledger.read_bytes()
+    train(journal, range(6, 41))
+    journal.checkpointed(0, 40, "forty")
+    journal.ledger.close()
+    ledger.write_bytes(backup)
+
+    assert main(["retire", str(tmp_path)]) == 0
+    history, _ = History.read(ledger)
+    assert sum(event.count for event in history.charged()) == 40, "5 in the ledger and 35 that are known to be lost"
+    assert verify(tmp_path).epsilon == pytest.approx(epsilon(history.planned(), PLAN.delta))

@@ -16,12 +16,14 @@ from murmuration.accounting.epsilon.accountant import AccountingError
 from murmuration.accounting.ledger.chain import GENESIS, LedgerError, make_entry
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse, require_shallow
-from tests.support.acc_world import whole_run
+from tests.support.acc_world import certified, document_of, whole_run
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "5,000 digits": (b'{"a":' + b"1" * 5000 + b"}", "does not fit in 64 bits"),
     "400 digits": (b'{"a":-' + b"9" * 400 + b"}", "does not fit in 64 bits"),
     "65 bits": (b"%d" % 2**64, "does not fit in 64 bits"),
+    "65 bits below 0": (b"%d" % (-(2**63) - 1), "does not fit in 64 bits"),
+    "lists, 101 deep": (b"[" * (MOST_DEPTH + 1) + b"]" * (MOST_DEPTH + 1), "more than 100 levels deep"),
     "lists, 50,000 deep": (b"[" * 50_000 + b"]" * 50_000, "levels deep"),
     "objects, 50,000 deep": (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, "levels deep"),
     "lists, 900 deep": (b"[" * 900 + b"]" * 900, "levels deep"),
@@ -48,6 +50,8 @@ def test_what_no_file_of_ours_holds_is_refused_with_a_sentence(name: str) -> Non
 def test_the_bounds_themselves_are_accepted() -> None:
     for text in (str(2**64 - 1), str(-(2**63)), "1e308", "5e-324", "[" * MOST_DEPTH + "]" * MOST_DEPTH):
         assert parse(text) == json.loads(text)
+    brackets = "[" * MOST_DEPTH + "]" * (MOST_DEPTH - 1)
+    parse(f"{brackets}, []]")  # as deep, with more brackets
     wide: Any = [[[]] for _ in range(10 * MOST_DEPTH)]
     assert parse(json.dumps(wide)) == wide
     deep: Any = []
@@ -78,9 +82,7 @@ def test_fifty_thousand_keys_are_told_apart_in_one_pass() -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_certificate_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    journal = whole_run(tmp_path)
-    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
-    journal.ledger.close()
+    certified(whole_run(tmp_path))
     verify(tmp_path)
     content, sentence = HOSTILE[name]
     (tmp_path / "certificate.json").write_bytes(content)
@@ -126,12 +128,11 @@ def changed(document: dict, place: tuple, value: object) -> dict:
 
 def test_no_type_in_a_certificate_ends_in_anything_but_a_refusal(tmp_path: Path, monkeypatch) -> None:
     journal = whole_run(tmp_path)
-    document = compose(journal.history, journal.ledger.entries, {"siblings": []})
+    document = document_of(journal, {"siblings": []})
     journal.ledger.close()
-    expected = compose(journal.history, journal.ledger.entries, {})
-    monkeypatch.setattr(
-        "murmuration.accounting.certificate.verify.compose", lambda *_: expected
-    )  # the ledger stays as it is
+    expected = document_of(journal)
+    # The ledger stays as it is.
+    monkeypatch.setattr("murmuration.accounting.certificate.verify.compose", lambda *_: expected)
     document = json.loads(json.dumps(document))
     for place in places(document):
         for value in WRONG:

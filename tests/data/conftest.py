@@ -67,11 +67,7 @@ def small_set(tmp_path: Path, write_tar: ShardMaker, picture: Callable[..., byte
         samples = []
         for _ in range(count):
             samples.append(
-                {
-                    "__key__": f"{number:06d}",
-                    "jpg": picture(number, 30 + number),
-                    "txt": f"a red {number}".encode(),
-                }
+                {"__key__": f"{number:06d}", "jpg": picture(number, 30 + number), "txt": f"a red {number}".encode()}
             )
             number += 1
         write_tar(tmp_path / f"{shard:06d}.tar", samples)

@@ -16,8 +16,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
+from murmuration.data.batch.loader import Loader, PublicOrder
 from murmuration.data.batch.reader import BatchReader, DataSpec, iterate
 from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.batch.slot_rows import SlotRows
+from murmuration.data.decode.augment import ResizeCrop
+from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.draw.micro_batch import (
     HALF,
     IMAGENET_MEAN,
@@ -27,10 +31,13 @@ from murmuration.data.draw.micro_batch import (
     Normalisation,
     slots,
 )
+from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.local import LocalFiles
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import walk
+from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 from tests.support.hostile_files import one_bit_png
 
@@ -250,17 +257,41 @@ def test_iterate_can_be_left_early(small_set: ShardIndex) -> None:
     assert not set(threading.enumerate()) - before
 
 
-def test_keys_are_demanded(small_set: ShardIndex) -> None:
-    with pytest.raises(ValueError, match="augmentation key"):
-        BatchReader(small_set, DataSpec(8, augment="random_resized_crop"))
-    with pytest.raises(ValueError, match="mask key"):
-        BatchReader(small_set, DataSpec(8, mask_patches=4))
-    with pytest.raises(ValueError, match="unknown"):
-        DataSpec(8, augment="mixup")  # pyright: ignore[reportArgumentType]
+REFUSED: dict[str, tuple[Callable[[ShardIndex], object], str]] = {
+    "no augmentation key": (lambda index: BatchReader(index, DataSpec(8, "random_resized_crop")), "augmentation key"),
+    "no mask key": (lambda index: BatchReader(index, DataSpec(8, mask_patches=4)), "mask key"),
+    "no dropout key": (lambda index: BatchReader(index, DataSpec(8, drop_keys=True), mask_key=MASK_KEY),
+                       "drop keys need a dropout key; derive one from the run key"),
+    "no unit key": (lambda index: SlotRows(units=[], records=2), "needs a key"),  # pyright: ignore[reportArgumentType]
+    "an unknown view": (lambda index: DataSpec(8, augment="mixup"), "unknown"),  # pyright: ignore[reportArgumentType]
+    "a label called labels": (lambda index: DataSpec(16, labels=("a", "labels"), target="a"), "one of the labels"),
+    "a target that is no label": (lambda index: DataSpec(16, labels=("a",), target="b"), "one of the labels"),
+    "fewer classes than none": (lambda index: DataSpec(16, classes=-1), "classes"),
+    "no view": (lambda index: SlotRows(views=0), "at least one row"),
+    "several records of none": (lambda index: SlotRows(records=2), "each record is its own"),
+    "no deviation": (lambda index: Normalisation((0.5, 0.5, 0.5), (0.5, 0.0, 0.5)), "not positive"),
+    "a crop beyond the picture": (lambda index: PictureMaker(16, ResizeCrop(224, 256)), "give 1 ≤ crop ≤ resize"),
+    "a crop of nothing": (lambda index: PictureMaker(16, ResizeCrop(8, 0)), "give 1 ≤ crop ≤ resize"),
+    "few of CLIP's words": (lambda index: TextEncoder("clip:100", 9), "515 to 49409 tokens, not 100"),
+    "many of CLIP's words": (lambda index: TextEncoder("clip:50000", 9), "not 50000"),
+    "half of CLIP's words": (lambda index: TextEncoder("clip:half", 9), 'write "clip"'),
+    "words of nowhere": (lambda index: TextEncoder("nowhere/vocab.txt", 9), "no tokenizer here"),
+    "one record in two parts": (lambda index: SplitIndex(SyntheticIndex("spectrum", 1, 1, 16), 0.5, True),
+                                "cannot be split in two"),
+    "pictures of no kind": (lambda index: SyntheticIndex("noise", 9, 1, 32), "unknown"),  # pyright: ignore
+    "pictures of none": (lambda index: SyntheticIndex("mixed", 0, 1, 32), "at least 1 of at least 8 px"),
+    "nothing ahead": (lambda index: Loader(_reader(index), PublicOrder(PublicEpochs(25, 5, MASK_KEY)), 0, 1, 2, last=1,
+                                           ahead=0), "ahead"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_read_so_is_refused(small_set: ShardIndex, what: str) -> None:
+    act, words = REFUSED[what]
+    with pytest.raises(ValueError, match=words):
+        act(small_set)
 
 
 def test_the_constants_of_imagenet_are_the_published_ones() -> None:
     assert (IMAGENET_MEAN, IMAGENET_STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert HALF == (0.5, 0.5, 0.5)
-    with pytest.raises(ValueError, match="not positive"):
-        Normalisation((0.5, 0.5, 0.5), (0.5, 0.0, 0.5))

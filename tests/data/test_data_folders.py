@@ -60,10 +60,7 @@ def test_records_and_classes_are_those_of_torchvision(layout: str, fill: Callabl
         path = Path(place).resolve()
         members = reader.read(record)
         assert (start, end) == (0, path.stat().st_size)
-        assert members == {
-            path.suffix[1:].lower(): path.read_bytes(),
-            "cls": str(labels[path]).encode(),
-        }
+        assert members == {path.suffix[1:].lower(): path.read_bytes(), "cls": str(labels[path]).encode()}
         seen.append((labels[path], os.fsencode(path)))
     assert seen == sorted(seen), "classes, and files within them, come in order"
 

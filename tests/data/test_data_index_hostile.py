@@ -84,61 +84,59 @@ def member(name: bytes, content: bytes = b"x") -> bytes:
     return header(name, len(content)) + padded(content)
 
 
-@pytest.mark.parametrize("field", [b"-0000000777", b"-1", b"+0000000001", b"0_0", b"0o17", b"8", b"\xff" * 12, b"1 2"])
-@pytest.mark.parametrize("kind", [b"0", b"x", b"L", b"K"])
-def test_sizes_are_octal_digits(tmp_path: Path, field: bytes, kind: bytes) -> None:
-    """int() takes signs and underscores; after a negative size the walk goes in circles."""
-    (tmp_path / "a.tar").write_bytes(member(b"a.jpg") + header(b"b.jpg", field, kind) + END)
-    with ends_within(30), pytest.raises(ShardError, match=r"no valid tar header at byte 1024 \(number field\)"):
-        build(tmp_path)
-
-
-@pytest.mark.parametrize("size", [b"-512", b"-1024", b"+1", b"1_0", b" 1", b"", b"9" * 5_000, b"\xd9\xa1"])
-def test_sizes_of_pax_are_digits(tmp_path: Path, size: bytes) -> None:
-    body = b"size=" + size + b"\n"
-    record = next(b"%d %s" % (n, body) for n in range(9_999) if len(b"%d %s" % (n, body)) == n)
-    (tmp_path / "a.tar").write_bytes(member(b"a.jpg") + pax(record) + member(b"b.jpg") + END)
-    with ends_within(30), pytest.raises(ShardError, match="damaged PAX header at byte 1024"):
-        build(tmp_path)
-
-
-TWO_NAMES = [
-    pax(b"16 path=one.jpg\n") + pax(b"16 path=two.jpg\n"),
-    pax(b"16 path=one.jpg\n") + header(b"long", 8, b"L") + padded(b"two.jpg\0"),
-    header(b"long", 8, b"L") + padded(b"two.jpg\0") + pax(b"16 path=one.jpg\n"),
-    header(b"long", 1, b"L") + padded(b"\0"),
-    pax(b"8 path=\n"),
-    header(b"long", 7, b"L") + padded(b"two.jpg.txt"),
-]
-
-
-@pytest.mark.parametrize("extension", TWO_NAMES)
-def test_a_member_whose_name_readers_disagree_about_is_refused(tmp_path: Path, extension: bytes) -> None:
-    """tarfile believes the outer one of two extension headers, and an empty name; others do not."""
-    (tmp_path / "a.tar").write_bytes(member(b"a.jpg") + extension + member(b"a.txt") + END)
-    with pytest.raises(ShardError, match=r"follows another one|has an empty name|continues past its end"):
-        build(tmp_path)
-
-
-@pytest.mark.parametrize("mark", [b"\0" * 8, b"\xff" * 8, b"ustar\x0000", b"ustar  \0"])
-def test_a_path_prefix_without_its_mark_is_refused(tmp_path: Path, mark: bytes) -> None:
-    """tarfile joins it to the name; by POSIX it is no prefix."""
+def prefixed(mark: bytes) -> bytes:
+    """An empty a.jpg with a path prefix and this mark of its form."""
     block = bytearray(header(b"a.jpg", 0))
     block[257:265], block[345:349], block[148:156] = mark, b"path", b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
-    (tmp_path / "a.tar").write_bytes(bytes(block) + member(b"b.jpg") + END)
-    if mark.startswith(b"ustar"):
-        assert build(tmp_path).records == 2
-    else:
-        with pytest.raises(ShardError, match="byte 0 has a path prefix but no mark"):
-            build(tmp_path)
+    return bytes(block)
 
 
-@pytest.mark.parametrize("size", [b"\x80" + b"\xff" * 11, b"\x80" + (1 << 63).to_bytes(11, "big"), b"77777777777"])
-def test_sizes_beyond_the_shard_are_a_cut(tmp_path: Path, size: bytes) -> None:
-    (tmp_path / "a.tar").write_bytes(header(b"a.jpg", size) + END)
-    with pytest.raises(ShardError, match="cut off, the member at byte 0 needs"):
+def sized(text: bytes) -> bytes:
+    """A PAX header that gives the size of the next member as `text`."""
+    body = b"size=" + text + b"\n"
+    return pax(next(b"%d %s" % (n, body) for n in range(9_999) if len(b"%d %s" % (n, body)) == n))
+
+
+# Members behind one that is sound, or alone, and what is said of them.
+OCTAL = r"no valid tar header at byte 1024 \(number field\)"
+NAMES = r"follows another one|has an empty name|continues past its end"
+LONG, PATH = header(b"long", 8, b"L") + padded(b"two.jpg\0"), pax(b"16 path=one.jpg\n")
+FORGED: dict[str, tuple[bytes, str]] = {
+    # int() takes signs and underscores; after a negative size the walk goes in circles.
+    **{f"size {field!r} of a {kind!r}": (member(b"a.jpg") + header(b"b.jpg", field, kind), OCTAL)
+       for field in (b"-0000000777", b"-1", b"+0000000001", b"0_0", b"0o17", b"8", b"\xff" * 12, b"1 2")
+       for kind in (b"0", b"x", b"L", b"K")},
+    **{f"PAX size {size[:9]!r}": (member(b"a.jpg") + sized(size) + member(b"b.jpg"), "damaged PAX header at byte 1024")
+       for size in (b"-512", b"-1024", b"+1", b"1_0", b" 1", b"", b"9" * 5_000, b"\xd9\xa1")},
+    # tarfile believes the outer one of two extension headers, and an empty name; others do not.
+    **{f"a name that is {what}": (member(b"a.jpg") + extension + member(b"a.txt"), NAMES) for what, extension in {
+        "PAX twice": PATH + pax(b"16 path=two.jpg\n"), "PAX and GNU": PATH + LONG, "GNU and PAX": LONG + PATH,
+        "empty GNU": header(b"long", 1, b"L") + padded(b"\0"), "empty PAX": pax(b"8 path=\n"),
+        "longer than said": header(b"long", 7, b"L") + padded(b"two.jpg.txt")}.items()},
+    # tarfile joins a path prefix to the name; by POSIX it is none without its mark.
+    **{f"a prefix marked {mark!r}": (prefixed(mark) + member(b"b.jpg"), "byte 0 has a path prefix but no mark")
+       for mark in (b"\0" * 8, b"\xff" * 8)},
+    **{f"size {size[:4]!r} beyond the shard": (header(b"a.jpg", size), "cut off, the member at byte 0 needs")
+       for size in (b"\x80" + b"\xff" * 11, b"\x80" + (1 << 63).to_bytes(11, "big"), b"77777777777")},
+    **{f"PAX record {damage!r}": (pax(b"6 a=b\n" + damage + b"\n") + member(b"a.jpg"), "damaged PAX header at byte 0")
+       for damage in (b"", b"4 a", b"-6 a=b", b"+7 a=b", b"0 a=b", b"99 a=b", b"1_0 abcde=", b"0" * 30, b"00005 a=b",
+                      b"5 =a", b"6 abc")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_forged_headers_are_refused_with_their_place(tmp_path: Path, what: str) -> None:
+    content, said = FORGED[what]
+    (tmp_path / "a.tar").write_bytes(content + END)
+    with ends_within(30), pytest.raises(ShardError, match=said):
         build(tmp_path)
+
+
+@pytest.mark.parametrize("mark", [b"ustar\x0000", b"ustar  \0"])
+def test_a_path_prefix_with_its_mark_is_one(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / "a.tar").write_bytes(prefixed(mark) + member(b"b.jpg") + END)
+    assert build(tmp_path).records == 2
 
 
 def test_base_256_sizes_are_read(tmp_path: Path) -> None:
@@ -147,19 +145,6 @@ def test_base_256_sizes_are_read(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar") as archive:
         assert [found.size for found in archive] == [3]
     assert ShardReader(build(tmp_path)).read(0) == {"jpg": b"abc"}
-
-
-DAMAGED_PAX = [
-    b"", b"4 a", b"-6 a=b", b"+7 a=b", b"0 a=b", b"99 a=b", b"1_0 abcde=", b"0" * 30, b"00005 a=b", b"5 =a", b"6 abc",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGED_PAX)
-def test_damaged_pax_headers_are_refused(tmp_path: Path, damage: bytes) -> None:
-    records = b"6 a=b\n" + damage + b"\n"
-    (tmp_path / "a.tar").write_bytes(pax(records) + member(b"a.jpg") + END)
-    with ends_within(30), pytest.raises(ShardError, match="damaged PAX header at byte 0"):
-        build(tmp_path)
 
 
 def test_names_of_slashes_and_pax_headers_of_many_records_cost_what_their_bytes_cost(tmp_path: Path) -> None:

@@ -84,15 +84,6 @@ def test_a_field_of_the_json_can_be_the_class_and_wild_numbers_are_bad(
     assert "kind" not in batch.inputs
 
 
-def test_names_do_not_clash() -> None:
-    with pytest.raises(ValueError, match="one of the labels"):
-        DataSpec(16, labels=("a", "labels"), target="a")
-    with pytest.raises(ValueError, match="one of the labels"):
-        DataSpec(16, labels=("a",), target="b")
-    with pytest.raises(ValueError, match="classes"):
-        DataSpec(16, classes=-1)
-
-
 LIST = ClassList(("n02085620", "n01443537", "n01440764", "n09999999"))
 
 

@@ -269,8 +269,3 @@ def test_closing_in_the_middle_ends_all_threads(small_set: ShardIndex) -> None:
     assert not [thread for thread in begun if thread.is_alive()]
     with pytest.raises(RuntimeError):
         list(loader.step(1)[1])
-
-
-def test_the_window_must_hold_something(small_set: ShardIndex) -> None:
-    with pytest.raises(ValueError, match="ahead"):
-        Loader(_reader(small_set), _sampler(small_set), 0, 1, 2, last=1, ahead=0)

@@ -68,8 +68,6 @@ def test_a_node_of_more_ranks_takes_more_and_what_has_one_holder_is_given_away_f
     larger = _placed([10] * 6 + [1], [both, both, one])
     assert larger.groups == ((0, 1), (2,)) and np.bincount(larger.owners[:6]).tolist() == [4, 2]
     assert _placed([10, 10], [[True, True], [True, False]]).owners.tolist() == [1, 0]
-    with pytest.raises(ValueError, match="ends must rise"):
-        place(["0.tar", "1.tar"], np.array([5, 3]), [np.array([True, True])])
     alike = _placed([7, 9], [[True, True]] * 3)
     for rank in range(3):
         assert np.array_equal(alike.rows(np.arange(16), rank, 2), slots(np.arange(16), rank, 3, 2))
@@ -159,15 +157,3 @@ def test_a_shard_goes_where_it_makes_the_least_work_for_each_rank() -> None:
     alone, three = np.array([True, False]), np.array([True, True])
     placed = place(["a", "b"], np.array([6, 12]), [alone, three, three, three])
     assert placed.owners.tolist() == [1, 1], "12 records for three are less than 6 for one"
-
-
-def test_ranges_that_do_not_rise_and_ids_outside_them_are_refused() -> None:
-    both = [np.array([True, True])]
-    for ends in ([5, 4], [5, 3], [-1, 3]):
-        with pytest.raises(ValueError, match="ends must rise"):
-            place(["a", "b"], np.array(ends), both)
-    placed = place(["a", "b"], np.array([2, 4]), both)
-    for ids in ([-1, 3], [-1], [0, 4], [4]):
-        with pytest.raises(ValueError, match="beyond the last range"):
-            placed.rows(np.array(ids), 0, 2)
-    assert placed.rows(np.array([0, 3]), 0, 2).tolist() == [[0, 3]]

@@ -7,6 +7,7 @@ import hmac
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +16,11 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
+from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import slots
+from murmuration.data.draw.node_placement import Placement, place
 from murmuration.data.draw.poisson import LANES, PoissonSampler
+from murmuration.data.index.epochs import PublicEpochs
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
@@ -140,18 +144,6 @@ def test_the_draw_reports_what_the_sampler_did() -> None:
     draw = sampler.draw(0)
     assert (draw.threshold, draw.records) == (LANES // 2, 800)
     assert draw.ids.tolist() == [record for record in range(800) if _lane(0, record) < LANES // 2]
-    with pytest.raises(ValueError, match="read-only"):
-        draw.ids[0] = 5
-
-
-@pytest.mark.parametrize("threshold", [0, -1, LANES + 1])
-def test_bad_arguments_are_refused(threshold: int) -> None:
-    with pytest.raises(ValueError, match="threshold"):
-        _sampler(10, threshold)
-    with pytest.raises(ValueError, match="32-byte key"):
-        PoissonSampler(b"short", DIGEST_KEY, 10, 5)
-    with pytest.raises(ValueError, match="outside"):
-        _sampler(10, 5).draw(-1)
 
 
 @pytest.mark.slow
@@ -188,31 +180,52 @@ def test_memory_does_not_grow_with_the_records() -> None:
     assert peak < 40 << 20 and len(draw.ids) < 2000
 
 
-@pytest.mark.parametrize("key, digest_key", [(31, 32), (33, 32), (16, 32), (32, 31), (32, 0)])
-def test_short_keys_are_refused(key: int, digest_key: int) -> None:
-    with pytest.raises(ValueError, match="32-byte key"):
-        PoissonSampler(bytes(key), bytes(digest_key), 10, 1)
+# What cannot be drawn, dealt out or placed, and the words for it.
 
 
-def test_one_record_can_be_drawn_and_none_cannot() -> None:
-    assert _sampler(1, LANES).draw(0).ids.tolist() == [0]
-    with pytest.raises(ValueError, match="0 records"):
-        _sampler(0, LANES)
+def allocated(records: int, slots: int) -> AllocationSampler:
+    return AllocationSampler(KEY, DIGEST_KEY, records, slots)
 
 
-@pytest.mark.parametrize("step", [-1, 1 << 64])
-def test_a_step_number_beyond_64_bits_is_refused(step: int) -> None:
-    with pytest.raises(ValueError, match="outside"):
-        _sampler(10, LANES).draw(step)
+def placed(ends: list[int]) -> Placement:
+    return place(["a", "b"], np.array(ends), [np.array([True, True])])
 
 
-@pytest.mark.parametrize("rank, world, micro_batch", [(-1, 2, 4), (2, 2, 4), (0, 0, 4), (0, 2, 0), (0, 2, -1)])
-def test_a_layout_that_cannot_be_is_refused(rank: int, world: int, micro_batch: int) -> None:
-    with pytest.raises(ValueError, match="not a possible layout"):
-        slots(np.arange(9), rank, world, micro_batch)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    **{f"threshold {each}": (lambda each=each: _sampler(10, each), "threshold") for each in (0, -1, LANES + 1)},
+    **{f"keys of {key} and {digest}": (lambda k=key, d=digest: PoissonSampler(bytes(k), bytes(d), 10, 1), "32-byte key")
+       for key, digest in ((31, 32), (33, 32), (16, 32), (32, 31), (32, 0))},
+    "no record": (lambda: _sampler(0, LANES), "0 records"),
+    "more turns than records": (lambda: PoissonSampler(KEY, DIGEST_KEY, 6, LANES // 4, 7), "each part needs one"),
+    **{f"step {each}": (lambda each=each: _sampler(10, LANES).draw(each), "outside") for each in (-1, 1 << 64)},
+    **{f"part {first} to {stop}": (lambda a=first, b=stop: _sampler(103, LANES // 7).part(9, a, b), "no part")
+       for first, stop in ((2, 8), (-4, 8), (8, 4), (0, 104))},
+    "a changed draw": (lambda: _sampler(40, LANES).draw(1).ids.fill(7), "read-only"),
+    **{f"epochs of {each}": (lambda each=each: allocated(40, each), "epochs of 2 to") for each in (0, 1, 2**20 + 1)},
+    "an allocation of none": (lambda: allocated(0, 2), "nothing to sample from"),
+    "an allocation before step 1": (lambda: allocated(10, 2).draw(0), "begin with step 1"),
+    "an allocation beyond 64 bits": (lambda: allocated(40, 2).draw(1 << 64), "outside 1"),
+    "a part of an allocation": (lambda: allocated(10, 2).part(1, 2, 10), "no part that begins"),
+    "a changed allocation": (lambda: allocated(40, 2).draw(1).ids.fill(7), "read-only"),
+    **{f"layout {each}": (lambda each=each: slots(np.arange(9), *each), "not a possible layout")
+       for each in ((-1, 2, 4), (2, 2, 4), (0, 0, 4), (0, 2, 0), (0, 2, -1))},
+    **{f"ids {each}": (lambda each=each: slots(np.array(each), 0, 2, 4), "must be sorted")
+       for each in ([5, 3, 9], [3, 9, 5], [1, 2, 0], [3, 1])},
+    **{f"shards that end at {each}": (lambda each=each: placed(each), "ends must rise")
+       for each in ([5, 4], [5, 3], [-1, 3])},
+    **{f"ids {each} of 4": (lambda each=each: placed([2, 4]).rows(np.array(each), 0, 2), "beyond the last range")
+       for each in ([-1, 3], [-1], [0, 4], [4])},
+    "public epochs of none": (lambda: PublicEpochs(0, 1, KEY), "at least 1"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("ids", [[5, 3, 9], [3, 9, 5], [1, 2, 0]])
-def test_ids_out_of_order_are_refused_wherever_they_are(ids: list[int]) -> None:
-    with pytest.raises(ValueError, match="must be sorted"):
-        slots(np.array(ids), 0, 1, 4)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_drawn_is_refused(what: str) -> None:
+    act, words = REFUSED[what]
+    with pytest.raises(ValueError, match=words):
+        act()
+
+
+def test_what_lies_beside_it_is_drawn() -> None:
+    assert _sampler(1, LANES).draw(0).ids.tolist() == [0] and placed([2, 4]).rows(np.array([0, 3]), 0, 2).size == 2
+    assert allocated(40, 2).draw(1).slots == 2 and allocated(40, 1 << 20).draw(1 << 20).slots == 1 << 20

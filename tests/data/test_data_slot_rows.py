@@ -13,7 +13,6 @@ import torch
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
-from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode import picture as picture_module
 from murmuration.data.decode.augment import caption_choice, drop_key, mask_noise
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch
@@ -134,12 +133,3 @@ def test_bad_records_of_a_unit_leave_it_the_others(tmp_path: Path, write_tar: Ca
     assert shares.tolist() == [[0.25, 0.25, 0, 0, 0.25, 0.25], [0] * 6, [0.5, 0.5, 0, 0, 0, 0]]
     for name, tensor in batch.inputs.items():
         assert not tensor[batch.inputs[ROW_SHARE] == 0].any(), name
-
-
-def test_slots_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one row"):
-        SlotRows(views=0)
-    with pytest.raises(ValueError, match="each record is its own"):
-        SlotRows(records=2)
-    with pytest.raises(ValueError, match="needs a key"):
-        SlotRows(units=Patients([]), records=2)

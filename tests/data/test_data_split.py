@@ -79,8 +79,6 @@ def test_only_two_parts_of_one_cut_are_apart() -> None:
     parts = [SplitIndex(whole, 0.1, True), SplitIndex(whole, 0.1, False), SplitIndex(whole, 0.2, False)]
     assert apart(parts[0], parts[1])
     assert not apart(parts[0], parts[0]) and not apart(parts[0], parts[2]) and not apart(parts[0], whole)
-    with pytest.raises(ValueError, match="cannot be split in two"):
-        SplitIndex(SyntheticIndex("spectrum", 1, 1, 16), 0.5, True)
     with pytest.raises(IndexError, match="outside the 10 of this part"):
         parts[0].original(10)
 

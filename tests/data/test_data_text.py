@@ -183,20 +183,6 @@ def test_bert_keeps_case_where_the_vocabulary_has_it(tmp_path: Path) -> None:
     assert cased.encode("Dog")[1] != cased.encode("dog")[1]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("clip:100", "515 to 49409 tokens, not 100"),
-        ("clip:50000", "not 50000"),
-        ("clip:half", 'write "clip"'),
-        ("nowhere/vocab.txt", "no tokenizer here"),
-    ],
-)
-def test_what_is_no_vocabulary_is_refused(source: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TextEncoder(source, 9)
-
-
 def test_files_that_cannot_serve_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "twice.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\na\n")
     (tmp_path / "late.txt").write_text("a\n[PAD]\n[UNK]\n[CLS]\n[SEP]\n")

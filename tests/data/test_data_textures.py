@@ -221,7 +221,3 @@ def test_an_index_that_makes_its_records_is_pinned_by_its_rule() -> None:
         ("mixed", 9, 1, 32), ("mixed", 8, 1, 32), ("mixed", 9, 2, 32), ("mixed", 9, 1, 33), ("shapes", 9, 1, 32),
     )  # fmt: skip
     assert len({SyntheticIndex(*rule).manifest_digest for rule in rules}) == 5
-    with pytest.raises(ValueError, match="unknown"):
-        SyntheticIndex("noise", 9, 1, 32)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="at least 1 of at least 8 px"):
-        SyntheticIndex("mixed", 0, 1, 32)

@@ -107,10 +107,7 @@ def test_axes_are_predicted_in_order_with_one_encoding_per_axis() -> None:
 
 def test_greedy_stops_at_the_end_token_and_at_the_length() -> None:
     images = torch.stack([script("a photo of a red square"), script("blue circle")])
-    assert greedy_captions(Scripted(), images, Words(), length=12) == [
-        "a photo of a red square",
-        "blue circle",
-    ]
+    assert greedy_captions(Scripted(), images, Words(), length=12) == ["a photo of a red square", "blue circle"]
     assert greedy_captions(Scripted(), images, Words(), length=4) == ["a photo of", "blue circle"]
     assert greedy_captions(Scripted(), images[:0], Words(), length=4) == []
 

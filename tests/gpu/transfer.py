@@ -16,13 +16,7 @@ import torch
 from torch.cuda import _sanitizer
 
 from murmuration.data.batch.loader import Loader, PublicDraw
-from murmuration.data.draw.micro_batch import (
-    IMAGES,
-    Fetched,
-    MicroBatch,
-    Normalisation,
-    Pixels,
-)
+from murmuration.data.draw.micro_batch import IMAGES, Fetched, MicroBatch, Normalisation, Pixels
 
 GPU = torch.device("cuda", 0)
 SIDE = 8

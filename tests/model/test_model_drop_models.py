@@ -18,7 +18,7 @@ from murmuration.model.captioner import Captioner, DecoderLayer
 from murmuration.model.drop import DROP_KEY, KeyedDropPath, RowKeys
 from murmuration.model.encoder import Inputs
 from murmuration.model.safety import CouplingError, coupling_probe, refuse_coupling
-from murmuration.model.settings import ModelSettings, SettingsError, Shape
+from murmuration.model.settings import Shape
 from murmuration.model.trainable import select
 from tests.support.drop_world import OBJECTIVES, dropping, drops_of, inputs_of, settings_of
 
@@ -111,18 +111,8 @@ def test_without_rates_nothing_drops_and_weights_have_the_same_names(objective: 
     assert kinds == {type(part) for part in build(settings_of(objective), objective, device="meta").modules()}
 
 
-def test_rates_that_mean_nothing_are_refused() -> None:
-    for rate in (-0.1, 1.0):
-        for name in ("dropout", "drop_path"):
-            with pytest.raises(ValueError, match=name):
-                settings_of("mae", **{name: rate})
-    with pytest.raises(SettingsError, match="an encoder of one block would drop nothing"):
-        settings_of("mae", depth=1, drop_path=0.1).resolved()
+def test_an_encoder_of_one_block_may_drop_units() -> None:
     assert settings_of("mae", depth=1, dropout=0.1).resolved().drops
-    for name in ("dropout", "drop_path"):
-        given = {"family": "classifier", "width": 8, "stages": (1, 1), name: 0.1}
-        with pytest.raises(SettingsError, match=rf"a ResNet has no model\.{name}"):
-            ModelSettings.model_validate(given).resolved()
 
 
 # One record, one key

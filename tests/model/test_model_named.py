@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import timm
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import Dinov2Config, Dinov2ForImageClassification
 
 from murmuration.model.build import build, take_encoder
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
-from murmuration.model.settings import ModelSettings, SettingsError
+from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select
 from murmuration.model.warm_start import initialise_from
 from tests.support import brute_force
@@ -104,42 +103,6 @@ def test_a_name_stands_for_its_picture_size_and_settings_are_complete_without_th
     for file in folder.iterdir():
         file.unlink()
     assert settings(note).resolved() == found.resolved()
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"name": "vit_smal_patch14_dinov2"}, "did you mean vit_small_patch14_dinov2"),
-        ({"name": "vit_small_patch14_dinov2.lvd142"}, "choose lvd142m, or leave the tag out"),
-        ({"name": "hf-hub:timm/resnet18"}, "timm has no model"),
-        ({"name": "/no/folder", "family": "hf"}, "config.json does not exist; set model.name"),
-        ({}, "needs a model.name"),
-        ({"name": "vit_tiny_patch16_224", "model_args": {"pretrained": True}}, "model_args.pretrained cannot be set"),
-        ({"name": "vit_tiny_patch16_224", "model_args": {"img_size": 32}}, "set model.image_size"),
-        ({"name": "vit_tiny_patch16_224", "model_args": {"drop_path_rate": 0.1}}, "not keyed by record; leave it out"),
-    ],
-)
-def test_a_name_that_nothing_is_known_of_is_refused_with_the_fix(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        settings({"family": "timm", **given})
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"name": "resnet18"}, r"bn1 \(BatchNorm2d\) normalises with statistics of the whole batch"),
-        ({"name": "vit_tiny_patch16_224", "width": 16}, "model.width is for our own encoders"),
-        ({"name": "vit_tiny_patch16_224", "model_args": {"colour": 3}}, "cannot be built with pictures of 32 px"),
-        ({"name": "maxvit_tiny_tf_224"}, "normalises with statistics of the whole batch"),
-    ],
-)
-def test_what_cannot_be_trained_by_record_is_refused_before_anything_is_computed(given: Any, said: str) -> None:
-    with pytest.raises(SettingsError, match=said):
-        settings({"family": "timm", "image_size": 32, **given}).resolved()
-    with pytest.raises(SettingsError, match='cannot be trained with objective "mae"'):
-        build(settings(DINO), "mae")
-    with pytest.raises(SettingsError, match=r'family "mae" has no model\.name'):
-        settings({"family": "mae", "size": "nano", "name": "vit_tiny_patch16_224"}).resolved()
 
 
 def test_a_library_drops_nothing_by_itself() -> None:

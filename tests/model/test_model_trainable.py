@@ -81,12 +81,16 @@ def test_select_twice_and_on_meta_is_the_same() -> None:
     assert sum(p.numel() for p in model.parameters() if p.is_meta) == sum(p.numel() for p in model.parameters())
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="no transformer blocks"):
-        select(build(RESNET, "classify"), "lora")
-    with pytest.raises(ValueError, match=r"rank 32 is not between 1 and 31"):
-        select(build(CLASSIFIER, "classify"), "lora", rank=32)
-    with pytest.raises(ValueError, match="no trainable"):
-        select(build(CLASSIFIER, "classify"), "everything")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="no known head"):
-        select(torch.nn.Linear(2, 2), "head")
+@pytest.mark.parametrize(
+    ("given", "trainable", "said"),
+    [
+        (RESNET, "lora", "no transformer blocks"), (CLASSIFIER, "lora", r"rank 32 is not between 1 and 31"),
+        (CLASSIFIER, "everything", "no trainable"), (None, "head", "no known head"),
+        (MAE, "statistics", "predicts no classes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_alone_is_refused(given: ModelSettings | None, trainable: Any, said: str) -> None:
+    objective = "mae" if given is MAE else "classify"
+    model = torch.nn.Linear(2, 2) if given is None else build(given, objective)
+    with pytest.raises(ValueError, match=said):
+        select(model, trainable, rank=32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import ViTMAEConfig, ViTMAEForPreTraining
+from transformers import ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
 from murmuration.model.build import build
+from murmuration.model.foreign_back import to_hugging_face, to_timm
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select
@@ -126,17 +128,12 @@ def test_dpcap_starts_a_captioner_and_its_encoder_starts_others() -> None:
     assert set(account.keys("missing")) == kept and "decoder.layers.0.linear1.weight" in account.keys("taken")
 
 
-def test_vip_starts_a_captioner_with_biases_and_is_refused_by_one_without() -> None:
+def test_vip_starts_a_captioner_with_biases() -> None:
     state = published.vip_mae(48, 2, 4, 4, 64, 1)
     model = captioner(qkv_bias=True)
-    before = {name: tensor.clone() for name, tensor in captioner().state_dict().items()}
     account = initialise_with(model, state)
     assert "decoder_pred.weight" in account.keys("ignored") and "text_embedding.weight" in account.keys("missing")
     assert torch.equal(model.pos_embed, state["pos_embed"]) and not bool(model.encoder_image_type_embedding.any())
-    refusing = captioner()
-    with pytest.raises(WeightsError, match=r"attn\.qkv\.bias.*set model\.qkv_bias to true"):
-        initialise_with(refusing, state)
-    assert all(torch.equal(before[name], tensor) for name, tensor in refusing.state_dict().items())
 
 
 @pytest.mark.parametrize("word", ["all", "lora"])
@@ -155,46 +152,41 @@ def test_our_own_export(tmp_path: Path, word: Any) -> None:
         assert not account.keys("missing") and account.source == "this project's export"
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
+def unpaired() -> dict[str, torch.Tensor]:
+    state = hugging_face().state_dict()
+    del state["vit.layers.0.attention.k_proj.weight"]
+    return state
+
+
+REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Mapping[str, torch.Tensor]]], str]] = {
+    **{f"ours has {change}": (lambda c=change: (classifier(**c), timm_vit().state_dict()), said) for change, said in (
         ({"depth": 3}, r"has nothing for blocks\.2\.norm1\.weight and 11 more.*set model\.depth"),
         ({"depth": 1}, r"has blocks\.1\..* set model\.depth to the file's"),
         ({"width": 48}, r"cls_token is \[1, 1, 24\] in .* but \[1, 1, 48\] in the model; set model\.width"),
         ({"patch_size": 8}, r"patch_embed\.proj\.weight is .*patch_size"),
         ({"qkv_bias": False}, r"set model\.qkv_bias to true"),
-    ],
-)
-def test_another_encoder_is_refused_and_the_model_left_alone(change: dict[str, Any], sentence: str) -> None:
-    model = classifier(**change)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=sentence):
-        initialise_with(model, timm_vit().state_dict())
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("variant", "sentence"),
-    [
-        ({"init_values": 0.1}, r"blocks\.0\.ls1\.gamma"),
-        ({"qk_norm": True}, r"blocks\.0\.attn\.q_norm\.weight"),
-        ({"reg_tokens": 2}, r"reg_token"),
-        ({"global_pool": "avg"}, r"fc_norm"),
+    )},
+    # Variants that compute something else.
+    **{f"timm's has {more}": (lambda m=more: (classifier(), timm_vit(**m).state_dict()), said) for more, said in (
+        ({"init_values": 0.1}, r"blocks\.0\.ls1\.gamma"), ({"qk_norm": True}, r"blocks\.0\.attn\.q_norm\.weight"),
+        ({"reg_tokens": 2}, r"reg_token"), ({"global_pool": "avg"}, r"fc_norm"),
         ({"class_token": False, "global_pool": "avg", "fc_norm": False}, r"has nothing for cls_token"),
-    ],
-)
-def test_variants_that_compute_something_else_are_refused(variant: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(WeightsError, match=sentence):
-        initialise_with(classifier(), timm_vit(**variant).state_dict())
+    )},
+    "a captioner without biases": (lambda: (captioner(), published.vip_mae(48, 2, 4, 4, 64, 1)),
+                                   r"attn\.qkv\.bias.*set model\.qkv_bias to true"),
+    "no known kind": (lambda: (classifier(), nn.Linear(2, 2).state_dict()), r"of no known kind"),
+    "a part of Hugging Face's": (lambda: (classifier(), unpaired()), "without its two equally sized partners"),
+}  # fmt: skip
 
 
-def test_weights_of_no_known_kind_are_refused() -> None:
-    with pytest.raises(WeightsError, match=r"of no known kind"):
-        initialise_with(classifier(), nn.Linear(2, 2).state_dict())
-    state = hugging_face().state_dict()
-    del state["vit.layers.0.attention.k_proj.weight"]
-    with pytest.raises(WeightsError, match=r"without its two equally sized partners"):
-        initialise_with(classifier(), state)
+@pytest.mark.parametrize("what", REFUSED)
+def test_weights_that_do_not_fit_are_refused_and_the_model_left_alone(what: str) -> None:
+    make, said = REFUSED[what]
+    model, state = make()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(WeightsError, match=said):
+        initialise_with(model, state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 class Trap:
@@ -250,3 +242,32 @@ def test_files_that_are_no_weights_are_refused_in_one_sentence(tmp_path: Path, n
     with pytest.raises(WeightsError) as found:
         read_weights(path)
     assert name.split(".")[0] in str(found.value) and "\n" not in str(found.value) and str(found.value).endswith(".")
+
+
+# A classifier's weights under the names of timm and Hugging Face: every bit, and the same outputs there.
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    """Under the names of others, with every bit; what they compute with it is what we do."""
+    theirs = hugging_face()
+    theirs.save_pretrained(tmp_path)
+    ours, kept = classifier(init_seed=3), read_weights(tmp_path)
+    initialise_with(ours, kept, take_head=True)
+    back = to_hugging_face(ours)
+    assert back.keys() == kept.keys() and all(torch.equal(back[key], kept[key]) for key in kept)
+    with torch.no_grad():
+        ours.head.bias.add_(1.0)
+        ours.blocks[1].attn.qkv.weight.mul_(1.5)
+    save_file(
+        {k: v.contiguous() for k, v in to_hugging_face(ours).items()}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    other = ViTForImageClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(other.eval()(IMAGES).logits, ours.logits(IMAGES), rtol=1e-4, atol=1e-5)
+    for model, shape in ((timm_vit(), classifier()), (timm_bit(), resnet())):
+        initialise_with(shape, model.state_dict(), take_head=True)
+        again, state = to_timm(shape), model.state_dict()
+        assert again.keys() == state.keys() and all(torch.equal(again[key], state[key]) for key in state)
+    with pytest.raises(WeightsError, match="mean of the other tokens"):
+        to_hugging_face(classifier(pooling="mean"))
+    with pytest.raises(WeightsError, match="no place for a ResNet"):
+        to_hugging_face(resnet())

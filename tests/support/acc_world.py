@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import GENESIS, Ledger, make_entry
 from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from murmuration.accounting.ledger.journal import Journal
@@ -37,9 +40,11 @@ def reopen(folder: Path) -> Journal:
     return Journal(Ledger.open(folder / "ledger.jsonl"))
 
 
-def begin(folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False) -> Journal:
+def begin(folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False, key: RunKey | None = None) -> Journal:
+    """Before its first step; with `key` a run that signs."""
     journal = reopen(folder)
-    journal.start_run("tiny", "check", debug, {"dp-accounting": "0.6.0"})
+    check, signer = ("check", None) if key is None else (key.check_value(), public_key(key))
+    journal.start_run("tiny", check, debug, {"dp-accounting": "0.6.0"}, signer=signer)
     journal.declare_plan(0, "private", plan, describe("pld"))
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
     return journal
@@ -51,14 +56,28 @@ def train(journal: Journal, steps: range, plan: PrivacyPlan = PLAN, phase: int =
         journal.commit_step(phase, step, facts(step, plan))
 
 
-def whole_run(folder: Path, steps: int = 3) -> Journal:
+def whole_run(folder: Path, steps: int = 3, plan: PrivacyPlan = PLAN, key: RunKey | None = None) -> Journal:
     """Trained to the end of a plan of so many steps, with one checkpoint, finished."""
-    plan = replace(PLAN, steps=steps)
-    journal = begin(folder, plan)
+    plan = replace(plan, steps=steps)
+    journal = begin(folder, plan, key=key)
     train(journal, range(1, steps + 1), plan)
     journal.checkpointed(0, steps, "digest")
     journal.finish()
     return journal
+
+
+def document_of(journal: Journal, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a certificate of it says now."""
+    return certificate.compose(journal.history, journal.ledger.entries, extra or {})
+
+
+def certified(journal: Journal, extra: dict[str, Any] | None = None, key: RunKey | None = None) -> dict[str, Any]:
+    """The same beside the ledger, signed by `key`; the ledger is closed."""
+    document = document_of(journal, extra)
+    document = document if key is None else signed(document, key)
+    certificate.write(document, journal.ledger.path.parent)
+    journal.ledger.close()
+    return document
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.load import ConfigError
+from murmuration.train.config.phase import Phase
 from murmuration.train.config.root import Config
+from murmuration.train.recipe.ready_phase import make_plan
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 8,
@@ -59,6 +62,21 @@ def drop(dotted: str) -> Change:
         del holder[last]
 
     return change
+
+
+def private_phase(privacy: dict[str, Any] | None = None, **more: Any) -> Phase:
+    """Of a captioner, with 20 steps of 50 records each; keys are replaced by those of `privacy` and `more`."""
+    return Phase.model_validate(
+        {
+            "name": "private", "data": {"path": "x", "tokenizer": "t"}, "objective": "caption", "steps": 20,
+            "schedule": {"peak": 1e-3}, "privacy": {"epsilon": 4.0, "expected_batch": 50.0, **(privacy or {})}, **more,
+        }
+    )  # fmt: skip
+
+
+def plan_of(phase: Phase, records: int = 1000, known: PrivacyPlan | None = None, **more: Any) -> PrivacyPlan:
+    assert phase.privacy is not None
+    return make_plan(phase, phase.privacy, records, "phases.0", known, **more)
 
 
 def refusal(read: Callable[..., Config], *changes: Change, overrides: list[str] | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from murmuration.accounting.unit import Unit
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.train.config.root import NoiseKind, Phase
 from murmuration.train.private import Computation
-from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon, with_steps
+from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
+from tests.support.config_base import plan_of, private_phase
 from tests.support.own_module import RATE, SEED, read, training
 
 SLOTS = 3
@@ -130,68 +131,54 @@ def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
             training(tmp_path, **SETTINGS, **each)
 
 
-def phase_with(steps: int | None = 20, sampling: Literal["poisson", "allocation"] = "allocation", **more: Any) -> Phase:
-    privacy = {"epsilon": 4.0, "expected_batch": 50.0, "sampling": sampling, **more.pop("privacy", {})}
-    return Phase.model_validate(
-        {
-            "name": "private", "data": {"path": "x", "tokenizer": "t"}, "objective": "caption",
-            "schedule": {"peak": 1e-3}, "privacy": privacy, **({} if steps is None else {"steps": steps}), **more,
-        }
-    )  # fmt: skip
+def allocated(steps: int = 20, privacy: dict[str, Any] | None = None, **more: Any) -> Phase:
+    return private_phase({"sampling": "allocation", **(privacy or {})}, steps=steps, **more)
 
 
 def test_a_config_becomes_a_plan_with_epochs() -> None:
-    phase = phase_with(steps=40)
-    assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    phase = allocated(40)
+    plan = plan_of(phase)
     assert (plan.slots, plan.participations, plan.divisor) == (20, 2, 50.0)
     assert 3.99 < planned_epsilon(plan) <= 4.0
     assert planned_epsilon(plan) == epsilon([Event(1 / 20, plan.noise_multiplier, 2, slots=20)], plan.delta)
-    assert make_plan(phase, phase.privacy, 1000, "phases.0", plan) == plan
-    poisson = phase_with(steps=40, sampling="poisson")
-    assert poisson.privacy is not None
-    assert make_plan(poisson, poisson.privacy, 1000, "phases.0").noise_multiplier > plan.noise_multiplier
+    assert plan_of(phase, known=plan) == plan
+    poisson = private_phase(steps=40)
+    assert plan_of(poisson).noise_multiplier > plan.noise_multiplier
 
 
 def test_a_batch_of_nearly_all_records_becomes_one_of_all() -> None:
-    phase = phase_with(steps=4, privacy={"expected_batch": 950.0})
-    assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    phase = allocated(4, {"expected_batch": 950.0})
+    plan = plan_of(phase)
     assert (plan.slots, plan.sampling_rate, plan.divisor) == (1, 1.0, 1000.0)
 
 
 def test_epochs_of_a_config_are_those_of_the_allocation() -> None:
     for records in (1000, 1010):
-        phase = with_steps(phase_with(steps=None, epochs=3, privacy={"noise_multiplier": 2.0}), records, "phases.0")
-        assert phase.steps == 60 and phase.privacy is not None, "whole epochs"
-        plan = make_plan(phase, phase.privacy, records, "phases.0")
+        phase = with_steps(allocated(0, epochs=3, privacy={"noise_multiplier": 2.0}), records, "phases.0")
+        assert phase.steps == 60, "whole epochs"
+        plan = plan_of(phase, records)
         assert (plan.slots, plan.participations, plan.divisor) == (20, 3, records / 20)
 
 
 def test_released_metrics_and_norms_that_adapt_share_its_noise() -> None:
-    phase = phase_with(
-        steps=40,
-        privacy={
-            "release": [{"name": "clipped", "noise_multiplier": 20.0}],
-            "clip": {"adaptive": {"noise_multiplier": 30.0}},
-        },
-    )
-    assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    shared = {
+        "release": [{"name": "clipped", "noise_multiplier": 20.0}],
+        "clip": {"adaptive": {"noise_multiplier": 30.0}},
+    }
+    phase = allocated(40, shared)
+    plan = plan_of(phase)
     assert plan.effective_noise_multiplier < plan.noise_multiplier and plan.slots == 20
     assert 3.99 < planned_epsilon(plan) <= 4.0
 
 
 def test_units_are_allocated_in_place_of_records() -> None:
     data = {"path": "x", "tokenizer": "t", "unit": "patient_id", "rows_per_unit": 2}
-    phase = phase_with(steps=40, data=data)
-    assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, 1000, "phases.0", table="d")
+    phase = allocated(40, data=data)
+    plan = plan_of(phase, table="d")
     assert isinstance(plan.units, Unit) and (plan.slots, plan.records) == (20, 1000)
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:
-    phase = phase_with(steps=30)
-    assert phase.privacy is not None
+    phase = allocated(30)
     with pytest.raises(RecipeError, match=r"1\.5 times; use expected_batch = 66\.6667, or 50 with steps = 40"):
-        make_plan(phase, phase.privacy, 1000, "phases.0")
+        plan_of(phase)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import json
 import os
 import pty
 import stat
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,15 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from murmuration.accounting.certificate.certificate import compose
 from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.early_end import measured_before
-from murmuration.train.run.report import read_curves
+from murmuration.train.run.report import figure, outcomes, read_curves, write_report
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
+from tests.support.acc_world import whole_run
+from tests.support.config_base import put
 
 STARTED = 1_700_000_000
 
@@ -89,17 +94,21 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
+def prepared(root: Path) -> RunDir:
+    run_dir = RunDir(root)
+    run_dir.prepare()
+    return run_dir
+
+
 @pytest.fixture
 def boarded(tmp_path: Path) -> tuple[RunDir, Board]:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     return run_dir, Board(run_dir, main=True, private_curves=True)
 
 
 def test_nothing_private_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
     """Whoever sees un-noised curves decides by them, which no epsilon covers. Unusable records are for mending."""
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     board = Board(run_dir, main=True)
     board.private("private", 3, {"loss": 7.125, "seconds": 977.0})
     board.bad_records("private", 0, {11: "no caption"})
@@ -112,8 +121,7 @@ def test_nothing_private_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", ["tb/private/events.out.tfevents.1.host", "logs/private.jsonl"])
 def test_curves_of_an_earlier_start_or_version_are_remembered(tmp_path: Path, before: str) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     assert not run_dir.has_private_curves()
     (tmp_path / before).write_text("{}")
     assert run_dir.has_private_curves()
@@ -155,8 +163,7 @@ def test_private_files_are_for_the_owner_alone(boarded: Any) -> None:
 
 
 def test_an_unusable_record_is_listed_once_however_often_a_run_starts_and_is_killed(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     listed = run_dir.private_logs / "bad-records-rank0.jsonl"
     for met in ({3: "empty"}, {3: "empty", 5: "no caption"}, {5: "no caption", 7: "empty"}):
         board = Board(run_dir, main=True)
@@ -182,8 +189,7 @@ def test_public_events_carry_no_time_of_a_step(boarded: Any) -> None:
 
 
 def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     for step in (1, 2, 3):
         board = Board(run_dir, main=True, private_curves=True)
         board.public("warm", step, {"public_loss": 1.0 / step})
@@ -198,8 +204,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next_one(tmp_path: Path) -> 
 
 def test_what_the_log_was_told_before_a_kill_is_what_was_measured_last(tmp_path: Path) -> None:
     """The log is written first, then the run's state."""
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
+    run_dir = prepared(tmp_path)
     board = Board(run_dir, main=True, private_curves=False)
     board.public("warm", 3, {"public_loss": 2.0, "top_1": 0.5})
     board.public("warm", 4, {"lr": 0.1})
@@ -216,21 +221,27 @@ def test_what_the_log_was_told_before_a_kill_is_what_was_measured_last(tmp_path:
 @pytest.mark.parametrize(
     "line",
     [
-        '{"phase": "warm", "st', "\0\0\0\0", "{}", "[" * 50_000, '{"phase": "warm", "step": ' + "9" * 5000 + "}",
-        '{"step": 2, "public_loss": 9.0}', '{"phase": ["warm"], "step": 2, "public_loss": 9.0}',
-        '{"phase": "warm", "public_loss": 9.0}', '{"phase": "warm", "step": "2", "public_loss": 9.0}',
-        '{"phase": "warm", "step": 2.5, "public_loss": 9.0}', '{"phase": "warm", "step": 2, "public_loss": "9"}',
-        '{"phase": "warm", "step": 2, "public_loss": {"a": 9.0}}',
+        '{"phase": "private", "st', "\0\0\0\0", "{", "7", "[]", "null", "{}", "[" * 50_000, '{"phase": "private"}',
+        '{"phase": "private", "step": ' + "9" * 5000 + "}", '{"step": 2, "public_loss": 9.0}',
+        '{"phase": ["private"], "step": 2, "public_loss": 9.0}', '{"phase": "private", "public_loss": 9.0}',
+        '{"phase": "private", "step": "2", "public_loss": 9.0}', '{"phase": "private", "step": {}, "public_loss": 9.0}',
+        '{"phase": "private", "step": 2.5, "public_loss": 9.0}', '{"phase": "private", "step": 2, "public_loss": "9"}',
+        '{"phase": "private", "step": 2, "public_loss": {"a": 9.0}}',
     ],
     ids=lambda line: line[:40],
 )  # fmt: skip
-def test_a_line_that_no_run_wrote_changes_nothing_at_resume_and_in_the_report(tmp_path: Path, line: str) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.prepare()
-    good = [json.dumps({"phase": "warm", "step": step, "public_loss": 1.0 / step}) for step in (1, 2)]
-    run_dir.public_log.write_text("\n".join([good[0], good[1], line, ""]))
-    assert measured_before(run_dir.public_log, "warm", 9) == {1: 1.0, 2: 0.5}
-    assert read_curves(run_dir) == {"warm": {"public_loss": {1: 1.0, 2: 0.5}}}
+def test_a_line_that_no_run_wrote_changes_nothing_at_resume_and_in_the_report(
+    tmp_path: Path, loaded: Callable[..., Config], line: str
+) -> None:
+    run_dir = prepared(tmp_path / "run")
+    good = [
+        json.dumps({"phase": "private", "step": step, "public_loss": 1.0 / step, "zero_shot_colour": 0.5})
+        for step in (1, 2)
+    ]
+    run_dir.public_log.write_text("\n".join([line, good[0], line, good[1], line, ""]))
+    assert measured_before(run_dir.public_log, "private", 9) == {1: 1.0, 2: 0.5}
+    assert read_curves(run_dir) == {"private": {"public_loss": {1: 1.0, 2: 0.5}, "zero_shot_colour": {1: 0.5, 2: 0.5}}}
+    assert len(outcomes(loaded(), read_curves(run_dir))) == 1
 
 
 @pytest.mark.parametrize(("privacy", "tag"), [(True, "dp"), (False, "without-dp")])
@@ -239,8 +250,7 @@ def test_no_public_tag_looks_like_a_private_value(
 ) -> None:
     phases = loaded(overrides=[] if privacy else ["phases.1.privacy=null"]).phases
     assert phases[1].name == "private"
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     board = Board(run_dir, main=True, private_curves=True, phases=phases)
     board.public("private", 3, {"lr": 0.5})
     board.private("private", 3, {"loss": 7.125})
@@ -255,8 +265,7 @@ def test_tensorboard_shows_config_certificate_settings_and_pictures_at_the_time_
     drawn = io.BytesIO()
     Image.new("RGB", (5, 4), (200, 0, 0)).save(drawn, "PNG")
     sample = {"png": base64.b64encode(drawn.getvalue()).decode(), "caption": "a *red* square", "truth": "a red square"}
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.prepare()
+    run_dir = prepared(tmp_path / "run")
     board = Board(run_dir, main=True, times=PublicTimes(STARTED))
     board.describe('{"name": "<b>"}', {"σ": 0.5, "model": "mae, nano"}, ["dp/epsilon"])
     board.certified("# Certificate", "start", 7, [sample])
@@ -326,3 +335,76 @@ def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture
     board.say("nothing")
     board.close()
     assert not list(tmp_path.rglob("*")) and capsys.readouterr().out == ""
+
+
+# The report's figures and curves: any name of an axis is shown as it stands, and a torn log ends no run.
+
+
+NAMES = [
+    "$",
+    "$x$",
+    "a$b",
+    "$\\frac{",
+    "_colour",
+    "__x__",
+    "a_b",
+    "\\",
+    "100 %",
+    "{}",
+    "#",
+    "^",
+    "~",
+    "&amp;",
+    "<b>",
+    "ε",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_an_axis_is_drawn_as_it_stands(loaded: Callable[..., Config], name: str) -> None:
+    phase = loaded(put("phases.1.evaluation.zero_shot.axes", {name: ["red", "blue"]})).phases[1]
+    points = {f"zero_shot_{name}": {1: 0.5, 2: 0.75}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = figure(phase, points)
+    assert f">{html.escape(name, quote=False)}</text>" in drawn
+
+
+def test_an_axis_needs_labels(loaded: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match="at least 1 item"):
+        loaded(put("phases.1.evaluation.zero_shot.axes", {"colour": []}))
+
+
+def test_the_report_holds_the_certificate_as_a_page_and_not_as_its_source(
+    tmp_path: Path, loaded: Callable[..., Config]
+) -> None:
+    journal = whole_run(tmp_path)
+    about = {"data": "Pictures of <b>clouds</b>", "owner": "The office"}
+    document = compose(journal.history, journal.ledger.entries, {"about": about})
+    write_report(RunDir(tmp_path), loaded(), document, [])
+    page = RunDir(tmp_path).report.read_text(encoding="utf-8")
+    assert page.count("<h1>") == 1 and "<svg" in page and page.count("<table") == page.count("</table>") > 5
+    assert "Pictures of &lt;b&gt;clouds&lt;/b&gt;" in page and "The office" in page
+    assert "|---|" not in page and "## What this means" not in page
+
+
+def test_the_report_begins_with_what_was_run_and_ends_with_what_can_be_done(
+    tmp_path: Path, loaded: Callable[..., Config]
+) -> None:
+    """Nobody's access to the records is published."""
+    config = loaded(
+        put("phases.1.data.path", "https://me:w@rd:pa55word@host/records/{000..009}.tar?a={0..9}&sig=pa55word"),
+        put("about.cost", "see s3://KEY:abc/pa55word@bucket/x and https://host/x#token=pa55word"),
+        put("run.witness", "https://hooks.example/pa55word"),
+    )
+    journal = whole_run(tmp_path)
+    document = compose(journal.history, journal.ledger.entries, {"model": "captioner, nano, 1,234 parameters"})
+    wrong, right = ({"png": "", "caption": c, "truth": "A  red square"} for c in ("a blue square", "a red square"))
+    write_report(RunDir(tmp_path), config, document, [wrong, right])
+    page = html.unescape(RunDir(tmp_path).report.read_text(encoding="utf-8"))
+    plan = document["phases"][-1]["plan"]
+    for told in ("captioner, nano, 1,234 parameters", f"n = {plan['records']:,}, q = ", f"T = {plan['steps']:,}, δ = "):
+        assert told in page
+    assert "https://host/records/{000..009}.tar?" in page and "pa55word" not in page
+    assert page.count("class='wrong'>a blue square<") == page.count("class='right'>a red square<") == 1
+    assert "python launch/account.py verify RUN_DIR" in page and "href='certificate.html'" in page

@@ -40,8 +40,7 @@ def start(
 
 
 @pytest.mark.parametrize(
-    ("body", "trainable"),
-    [(VIT, "all"), (VIT, "head"), (VIT, "bias"), (VIT, "lora"), (BIT, "all"), (BIT, "head")],
+    ("body", "trainable"), [(VIT, "all"), (VIT, "head"), (VIT, "bias"), (VIT, "lora"), (BIT, "all"), (BIT, "head")]
 )
 def test_fresh_classifiers_pass(body: dict[str, Any], trainable: Trainable) -> None:
     assert 0 < start(alone(), body, trainable) <= 1

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from murmuration.train.config.root import Config
-from tests.support.config_base import drop, put, refusal
+from murmuration.train.config.habits import HABITS
+from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.root import Config, json_schema, run_dir_of
+from murmuration.train.recipe.ready_phase import clip_rule, make_plan
+from tests.support.config_base import put, refusal
 
 CONTENTS = {"data": "d1", "tokenizer": "t1"}
 SHAPES: list[tuple[str, Any]] = [
@@ -84,9 +90,134 @@ def test_a_run_from_before_there_were_drops_and_weights_goes_on(loaded: Callable
     assert loaded(weighted).digest(1, CONTENTS) != mixed.digest(1, CONTENTS)
 
 
-def test_features_of_a_body_that_drops_are_refused(loaded: Callable[..., Config]) -> None:
-    head = [put("model.family", "classifier"), put("phases.1.objective", "classify"), put("phases.1.trainable", "head"),
-            put("phases.1.data.label", "cls"), put("phases.1.features", {}), drop("phases.1.evaluation")]  # fmt: skip
-    assert loaded(*head).phases[1].features is not None
-    message = refusal(loaded, *head, put("model.dropout", 0.1))
-    assert "keeps features, which would change at each step with model.drop_path or model.dropout" in message
+# `--set` and where paths lead, the non-private twin, the schema and the shipped configs.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json_schema()
+RECIPES = sorted(p for p in (ROOT / "ds_configs").rglob("*.json") if p.name != "schema.json")
+SHIPPED = sorted(p for p in (ROOT / "ds_configs").glob("*.json") if p.name != "schema.json")
+
+
+def test_set_reaches_every_level_and_takes_json_or_text(loaded: Callable[..., Config]) -> None:
+    config = loaded(
+        overrides=[
+            "phases.1.steps=9", "phases.1.privacy.epsilon=.5", "phases.1.optimizer.params.weight_decay=1.",
+            "about.expect=.5 or 1.e", "run.keep_key=true", "phases.1.privacy.clip.kind=automatic", "about.cost=a lot",
+            "phases.1.optimizer.params.betas=[0.5, 0.6]", 'phases.0.schedule={"peak": 0.5}', "phases.1.steps=10",
+        ]
+    )  # fmt: skip
+    private = config.phases[1]
+    assert private.steps == 10 and config.run.keep_key and config.about.cost == "a lot"
+    assert private.optimizer.params.weight_decay == 1.0 and config.about.expect == ".5 or 1.e"
+    assert private.privacy is not None and private.privacy.epsilon == 0.5 and private.privacy.clip.kind == "automatic"
+    assert private.optimizer.params.betas == (0.5, 0.6) and config.phases[0].schedule.peak == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("phases.1.steps", "--set takes key=value"), ("=3", "--set takes key=value"), ("", "--set takes key=value"),
+        ("phases.7.steps=3", "there is no '7' to set anything in"), ("phases.x.steps=3", "there is no 'x'"),
+        ("phases.1=3", "only keys of an object can be set"), ("run.dir.x.y=3", ""),
+        ("train_micro_batch_size_per_gpu.x=3", "only keys of an object"),
+        ("phases.1.step=3", "did you mean 'steps'?"), ("phases.1.steps=many", "phases.1.steps = 'many' is not usable"),
+    ],
+)  # fmt: skip
+def test_an_override_that_cannot_be_meant_is_refused(
+    loaded: Callable[..., Config], override: str, message: str
+) -> None:
+    assert message in refusal(loaded, overrides=[override])
+
+
+def test_the_non_private_twin_keeps_its_batch(loaded: Callable[..., Config]) -> None:
+    twin = loaded(overrides=["phases.1.privacy=null"]).phases[1]
+    assert twin.privacy is None and twin.batch == 20 and not twin.data.public
+    assert loaded(overrides=["phases.1.privacy=null", "phases.1.batch=7"]).phases[1].batch == 7
+    assert "phases.1.batch = 'many' is not usable" in refusal(
+        loaded, put("phases.1.privacy.expected_batch", "many"), overrides=["phases.1.privacy=null"]
+    )
+
+
+def test_the_twin_of_a_phase_that_draws_everybody_needs_a_number_and_takes_it(loaded: Callable[..., Config]) -> None:
+    everybody, twin = put("phases.1.privacy.expected_batch", "all"), "phases.1.privacy=null"
+    assert math.isinf(getattr(loaded(everybody).phases[1].privacy, "expected_batch", 0))
+    said = refusal(loaded, everybody, overrides=[twin])
+    assert said.startswith("phases.1.batch: ") and "set this to their number" in said and len(said.splitlines()) == 1
+    for overrides in ([twin, "phases.1.batch=64"], ["phases.1.batch=64", twin]):
+        phase = loaded(everybody, overrides=overrides).phases[1]
+        assert phase.privacy is None and phase.batch == 64
+
+
+def test_paths_follow_the_file_and_overrides_follow_the_shell(
+    tmp_path: Path, loaded: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = loaded(put("phases.0.data.path", "/abs/x"), overrides=["phases.1.data.path=mine/{00..01}.tar"])
+    assert config.phases[0].data.path == "/abs/x"
+    assert config.phases[1].data.path == str(elsewhere / "mine/{00..01}.tar")
+    assert config.phases[1].data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert config.phases[1].evaluation is not None and config.phases[1].evaluation.path == str(tmp_path / "held")
+    assert run_dir_of(config, tmp_path / "config.json") == elsewhere / "runs" / "config"
+    assert run_dir_of(loaded(overrides=["run.dir=here"]), tmp_path / "c.json") == elsewhere / "here"
+
+
+# Shipped files
+
+
+def test_the_checked_in_schema_is_the_generated_one() -> None:
+    assert json.loads((ROOT / "ds_configs" / "schema.json").read_text()) == json_schema()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_an_editor_accepts_every_shipped_config(path: Path) -> None:
+    faults = Draft202012Validator(SCHEMA).iter_errors(json.loads(path.read_text()))
+    assert [(list(fault.absolute_path), fault.message) for fault in faults] == []
+
+
+def test_an_editor_wants_an_objective_of_every_phase_that_trains() -> None:
+    raw = json.loads(SHIPPED[0].read_text())
+    del raw["phases"][-1]["objective"]
+    assert "'objective' is a required property" in str(list(Draft202012Validator(SCHEMA).iter_errors(raw)))
+
+
+@pytest.mark.parametrize("name", sorted(HABITS))
+def test_a_name_of_other_trainers_is_answered_with_a_key_that_exists(loaded: Callable[..., Config], name: str) -> None:
+    known: list[Any] = [SCHEMA]
+    for part in HABITS[name].split("."):
+        known = [found for schema in known for found in values_of(schema, part.removesuffix("[]"))]
+    assert known, f"no section has the key {HABITS[name]}"
+    hint = f"did you mean {HABITS[name]!r}?" if HABITS[name] in SCHEMA["properties"] else f"that is {HABITS[name]} here"
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key {name!r}; {hint}")):
+        loaded(put(name, 1))
+
+
+def values_of(schema: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """All that a key of this section may hold, references followed."""
+    definitions, found = SCHEMA["$defs"], []
+    waiting = [schema["properties"][key]] if key in schema.get("properties", {}) else []
+    while waiting:
+        field = waiting.pop()
+        waiting += [*field.get("anyOf", ()), *field.get("oneOf", ()), *([field["items"]] if "items" in field else ())]
+        found.append(definitions[field["$ref"].rpartition("/")[2]] if "$ref" in field else field)
+    return found
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_can_keep_its_promise(path: Path) -> None:
+    config = load(path, [])
+    assert config.about.command and config.about.cost and config.about.expect
+    shape = config.model.resolved()
+    assert shape.patches > 0
+    for number, phase in enumerate(config.phases):
+        if phase.privacy is None:
+            continue
+        assert phase.data.expected_records is not None, "so that a dry run works without the data"
+        quick = phase.privacy.model_copy(update={"noise_multiplier": phase.privacy.noise_multiplier or 1.0})
+        plan = make_plan(phase, quick, phase.data.expected_records, "phases")
+        clip_rule(phase.privacy, plan, config.micro_batch)
+        twin = load(path, [f"phases.{number}.privacy=null"])
+        assert twin.phases[number].batch == round(phase.privacy.expected_batch)
+    assert SHIPPED

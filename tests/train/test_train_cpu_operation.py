@@ -15,12 +15,7 @@ from torch.utils.file_baton import FileBaton
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.engines import deepspeed_cpu as cpu_operation
 from murmuration.train.engines import deepspeed_zero
-from murmuration.train.engines.deepspeed_cpu import (
-    MOST_COMPILING,
-    drop_dead_locks,
-    make_ready,
-    own_cache,
-)  # fmt: skip
+from murmuration.train.engines.deepspeed_cpu import MOST_COMPILING, drop_dead_locks, make_ready, own_cache  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """

@@ -3,6 +3,11 @@ step on a zero head. The files have tests of their own."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +16,38 @@ import numpy as np
 import pytest
 import torch
 
+from murmuration.accounting.errors import BAD_INPUT
 from murmuration.data.draw.micro_batch import EMPTY, slots
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.build import build
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.commands.exits import guarded
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
+from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.run.cached_features import apart, identity_of
-from murmuration.train.storage.feature_store import ABSENT, BAD, PRESENT
+from murmuration.train.storage.feature_store import (
+    ABSENT,
+    BAD,
+    HEADER,
+    LOCK,
+    PRESENT,
+    FeatureFolder,
+    RowWriter,
+    settled,
+)
 from tests.support.features_world import (
     DAMAGED,
+    LABELS,
     OF,
     RECORDS,
     RESNET,
     Pictures,
+    Stop,
+    folder_of,
     head_only,
     made,
 )
@@ -186,3 +206,243 @@ def test_a_record_that_is_not_finite_does_not_take_the_one_before_it_along() -> 
     found = apart(reads_too_far, images)
     assert torch.equal(found[[0, 1, 3, 4]], images.flatten(1)[[0, 1, 3, 4]])
     assert not bool(reads_too_far(images)[1].isfinite().all()) and not bool(found[2].isfinite().all())
+
+
+# The files of features: whose they are, who fills them, and which bytes a rank writes when.
+
+
+WIDTH = 16
+ONE, ANOTHER = "1" * 64, "2" * 64
+
+
+def folder(shared: Path, identity: str = ONE) -> FeatureFolder:
+    return FeatureFolder.within(shared, identity, RECORDS, WIDTH)
+
+
+def fill(of: FeatureFolder, ids: np.ndarray) -> None:
+    writer = RowWriter(of)
+    writer.put(ids, np.ones((len(ids), WIDTH)) * ids[:, None], ids, ids != 7)
+    writer.close()
+
+
+def filled(of: FeatureFolder) -> FeatureFolder:
+    with of.claimed() as some:
+        assert some
+        fill(of, np.arange(RECORDS))
+    return of
+
+
+def test_a_torn_header_a_lost_file_and_another_shape_begin_anew(tmp_path: Path) -> None:
+    first = filled(folder(tmp_path))
+    with first.claimed() as some:
+        assert not some
+    (first.path / f".{HEADER}.17.tmp").touch()
+    wider = FeatureFolder(first.path, ONE, RECORDS, 2 * WIDTH)
+    for name, content, of in ((HEADER, b'{"identi', first), ("labels.i64", b"short", first), ("state.u8", b"", wider)):
+        (first.path / name).write_bytes(content)
+        with of.claimed() as some:
+            assert some and len(of.missing(0, 1)) == RECORDS
+            fill(first, np.arange(RECORDS)) if of is first else None
+
+
+def test_rows_stay_where_they_were_made_and_bad_ones_are_zero(tmp_path: Path) -> None:
+    of = folder(tmp_path)
+    with of.claimed():
+        fill(of, np.array([2, 3, 4, 9, 7]))
+        assert of.missing(0, 2).tolist() == [0, 1, 5, 6, 8, 10] and of.missing(1, 2).tolist() == [*range(11, RECORDS)]
+        with pytest.raises(RecipeError, match=r"^18 rows of the features in .* are missing although all were made"):
+            of.rows()
+        fill(of, np.concatenate([of.missing(1, 2), of.missing(0, 2)]))
+    found = of.rows()
+    expected = np.arange(RECORDS) * (np.arange(RECORDS) != 7)
+    assert np.array_equal(found.labels, expected) and np.array_equal(found.features[:, 5], expected)
+    assert found.state.tolist() == [BAD if row == 7 else PRESENT for row in range(RECORDS)]
+    assert not found.features.flags.writeable
+
+
+def test_only_files_of_its_own_are_replaced(tmp_path: Path) -> None:
+    for inside in (".", ONE[:16]):
+        shared = tmp_path / f"mine{len(inside)}"
+        (shared / inside).mkdir(parents=True)
+        (shared / inside / "thesis.txt").write_text("precious")
+        with pytest.raises(RecipeError, match=r"contains other things \(thesis.txt\); name a folder of its own"):
+            folder(shared).claimed().__enter__()
+        assert [path.name for path in (shared / inside).iterdir()] == ["thesis.txt"]
+        assert (shared / inside / "thesis.txt").read_text() == "precious"
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / ANOTHER[:16]).touch()  # named like a folder of ours
+    with pytest.raises(RecipeError, match="contains other things"):
+        folder(tmp_path / "file").claimed().__enter__()
+
+
+def test_one_run_fills_while_others_are_refused_and_readers_and_other_bodies_are_not(tmp_path: Path) -> None:
+    of = folder(tmp_path)
+
+    def second() -> int:
+        with folder(tmp_path).claimed():
+            return 0
+
+    with of.claimed():
+        with pytest.raises(
+            RecipeError, match=r"another run is computing the features in .*; start this one again once"
+        ):
+            second()
+        assert guarded(second, True) == BAD_INPUT
+        filled(folder(tmp_path, ANOTHER))
+        fill(of, np.arange(RECORDS))
+        assert guarded(second, True) == 0, "what is complete is read by as many as like"
+    (of.path / HEADER).unlink()
+    with of.claimed() as some:
+        assert some and len(of.missing(0, 1)) == RECORDS, "the lock was given back"
+    assert (of.path / LOCK).exists() and len(folder(tmp_path, ANOTHER).missing(0, 1)) == 0
+
+
+def test_what_was_made_between_the_first_look_and_the_lock_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    of, true = folder(tmp_path), fcntl.flock
+
+    def late(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", true)
+        filled(FeatureFolder(of.path, ONE, RECORDS, WIDTH))
+        true(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with of.claimed() as some:
+        assert not some and not len(of.missing(0, 1))
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(descriptor: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(RecipeError, match=r"features.lock cannot be locked \(No locks available\); name a features.f"):
+        folder(tmp_path).claimed().__enter__()
+
+
+def test_a_folder_that_a_machine_sees_otherwise_is_refused(tmp_path: Path) -> None:
+    of = filled(folder(tmp_path))
+    (of.path / HEADER).write_text((of.path / HEADER).read_text().replace(ONE, ANOTHER))
+    for act in (of.rows, lambda: of.missing(0, 1), folder(tmp_path / "local").rows):
+        with pytest.raises(RecipeError, match=r"are not those that the main rank made there; name a features.folder"):
+            act()
+
+
+def test_a_rank_writes_its_own_bytes_alone_and_marks_a_row_after_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Synchronously, so that what is marked lies on the disk, and without a mapping, which writes whole pages."""
+    of, true = folder(tmp_path), os.pwrite
+    names = list(of.files)
+    seen: list[tuple[str, int, int]] = []
+
+    def pwrite(descriptor: int, content: Any, offset: int) -> int:
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DSYNC
+        half = max(1, len(content) // 2)  # as an interrupted write does
+        seen.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, offset, offset + half))
+        return true(descriptor, content[:half], offset)
+
+    with of.claimed():
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        monkeypatch.setattr(np, "memmap", None)
+        for rank in (1, 0):
+            fill(of, of.missing(rank, 2)[[0, 1, 2, 5, 6]])
+            order = [names.index(name) for name, _, _ in seen]
+            assert order == sorted(order), "the state is the last"
+            for number, size in enumerate((4 * WIDTH, 8, 1)):
+                spans = sorted((low, high) for name, low, high in seen if name == names[number])
+                touched = [byte for low, high in spans for byte in range(low, high)]
+                rows = [11 * rank + row for row in (0, 1, 2, 5, 6)]
+                assert touched == [size * row + byte for row in rows for byte in range(size)]
+            seen.clear()
+        assert np.count_nonzero(np.fromfile(of.path / "state.u8", "|u1") != ABSENT) == 10
+
+
+# Several ranks make features: they see each other's rows, and what ends one of them ends all of them alike.
+
+
+def test_ranks_see_each_others_rows_although_a_machine_remembers_what_it_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """As on a network file system: a mapping shows the content at the time when it was opened."""
+
+    def remembered(path: Path, dtype: str, mode: str, shape: tuple[int, ...]) -> np.ndarray:
+        assert mode == "r"
+        return np.fromfile(path, dtype).reshape(shape)
+
+    monkeypatch.setattr(np, "memmap", remembered)
+    readers = on_ranks(2, lambda ranks: made(tmp_path, ranks, Pictures())[0])
+    for reader in readers:
+        assert settled(reader.stored.state).all() and np.array_equal(reader.stored.labels[:7], LABELS[:7])
+
+
+def test_all_ranks_end_together_where_one_sees_no_rows_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    true, own = FeatureFolder.rows, threading.local()
+
+    def rows(folder: FeatureFolder) -> Any:
+        if not own.rank:
+            return true(folder)
+        seen = shutil.copytree(folder.path, tmp_path / "seen by rank 1")
+        (seen / "state.u8").write_bytes(bytes([PRESENT] * 20 + [ABSENT] * 3))
+        return true(replace(folder, path=seen))
+
+    monkeypatch.setattr(FeatureFolder, "rows", rows)
+
+    def act(ranks: Any) -> str:
+        own.rank = ranks.rank
+        with pytest.raises(RecipeError) as caught:
+            made(tmp_path / "features", ranks, Pictures())
+        return str(caught.value)
+
+    said = on_ranks(2, act)
+    assert said[0] == said[1] and said[0].startswith("3 rows of the features in ")
+    assert said[0].endswith("name a features.folder on a file system where they do")
+
+
+@pytest.mark.parametrize("readable", [0, 4, 8])
+def test_one_rank_that_cannot_read_ends_all_with_its_reason_and_keeps_what_was_made(
+    tmp_path: Path, readable: int
+) -> None:  # fmt: skip
+    """Rank 1 has three rounds: it fails in the first, in the middle and in the last, which no other one follows."""
+    pictures = [Pictures(), Pictures(unreadable_after=readable)]
+
+    def act(ranks: Any) -> str:
+        with pytest.raises(Stopped) as caught:
+            made(tmp_path, ranks, pictures[ranks.rank])
+        return str(caught.value)
+
+    assert on_ranks(2, act) == ["records that cannot be read: shard-3.tar: cannot be read; restore access"] * 2
+    there = {row for each in pictures for row in each.asked}
+    assert len(pictures[1].asked) == readable and all(each.closed for each in pictures)
+    again = Pictures()
+    made(tmp_path, alone(), again)
+    assert sorted({*again.asked, *there}) == list(range(RECORDS)) and not there & set(again.asked)
+
+
+def test_one_rank_whose_disk_is_full_ends_all_with_that_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = RowWriter.put
+
+    def put(self: RowWriter, ids: np.ndarray, *columns: Any) -> None:
+        if ids[0] >= 15:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        true(self, ids, *columns)
+
+    monkeypatch.setattr(RowWriter, "put", put)
+
+    def act(ranks: Any) -> int | None:
+        with pytest.raises(OSError) as caught:
+            made(tmp_path, ranks, Pictures())
+        return caught.value.errno
+
+    assert on_ranks(2, act) == [errno.ENOSPC] * 2
+    assert len(folder_of(tmp_path).missing(0, 1)) in (RECORDS - 11, RECORDS - 12)
+
+
+def test_ranks_with_fewer_rows_ask_about_a_stop_as_often_as_the_others(tmp_path: Path) -> None:
+    """Asking is a collective act: a rank that is through would leave the others waiting."""
+    stops = [Stop() for _ in range(5)]
+    on_ranks(5, lambda ranks: made(tmp_path, ranks, Pictures(), stop=stops[ranks.rank]) and None)
+    assert [stop.asked for stop in stops] == [3] * 5, "4 rows are one round, 5 are two; and once after the last"

@@ -263,8 +263,3 @@ def test_draws_that_are_done_are_not_made_again_after_a_stop(
     assert evaluate(*arguments, "--out", tmp_path / "whole") == 0
     one, other = (result(tmp_path / name) for name in ("stopped", "whole"))
     assert one == other
-
-
-def test_a_class_with_too_few_records_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate(*asked(world, "--shots", 13), "--out", tmp_path / "out") == 2
-    assert "has 12 readable training records, fewer than 13 shots" in capsys.readouterr().err

@@ -16,9 +16,9 @@ from murmuration.accounting.ledger.facts import MetricFact
 from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.privacy import ReleasedMetric
-from murmuration.train.config.root import Phase
 from murmuration.train.noise.metrics import MetricRelease
-from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon
+from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon
+from tests.support.config_base import plan_of, private_phase
 from tests.support.step_world import METRIC_KEY, journal_at, step_of
 from tests.support.train_helpers import alone, on_ranks, plan_for
 
@@ -148,25 +148,11 @@ def test_gradient_and_metrics_of_a_step_are_charged_as_one_event(tmp_path: Path,
     assert release.facts()[0].std == 1.0
 
 
-def settings(**privacy: Any) -> Phase:
-    return Phase.model_validate(
-        {
-            "name": "private",
-            "data": {"path": "x", "tokenizer": "t"},
-            "objective": "caption",
-            "steps": 20,
-            "schedule": {"peak": 1e-3},
-            "privacy": {"epsilon": 4.0, "expected_batch": 50.0, **privacy},
-        }
-    )
-
-
 def test_calibration_pays_for_the_metrics_out_of_the_gradient() -> None:
-    bare = settings()
-    phase = settings(release=[{"name": "loss", "bound": 8.0, "noise_multiplier": 6.0}])
-    assert bare.privacy is not None and phase.privacy is not None
-    alone_plan = make_plan(bare, bare.privacy, 1000, "phases.0")
-    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    bare = private_phase()
+    phase = private_phase({"release": [{"name": "loss", "bound": 8.0, "noise_multiplier": 6.0}]})
+    alone_plan = plan_of(bare)
+    plan = plan_of(phase)
     assert plan.noise_multiplier > alone_plan.noise_multiplier
     assert planned_epsilon(plan) <= 4.0
     unpaid = epsilon([Event(plan.sampling_rate, plan.noise_multiplier, plan.steps)], plan.delta)
@@ -174,16 +160,15 @@ def test_calibration_pays_for_the_metrics_out_of_the_gradient() -> None:
 
 
 def test_metrics_that_alone_pass_the_budget_are_refused() -> None:
-    phase = settings(release=[{"name": "loss", "bound": 8.0, "noise_multiplier": 0.1}])
-    assert phase.privacy is not None
+    phase = private_phase({"release": [{"name": "loss", "bound": 8.0, "noise_multiplier": 0.1}]})
     with pytest.raises(RecipeError, match="metrics alone need more than the budget"):
-        make_plan(phase, phase.privacy, 1000, "phases.0")
+        plan_of(phase)
 
 
 def test_a_metric_named_twice_or_a_share_above_one_is_refused() -> None:
     twice = [{"name": "loss", "noise_multiplier": 5.0}] * 2
     with pytest.raises(ValueError, match="names a metric twice"):
-        settings(release=twice)
+        private_phase({"release": twice})
     with pytest.raises(ValueError, match="bound of the metric 'clipped' is 1"):
-        settings(release=[{"name": "clipped", "bound": 2.0, "noise_multiplier": 5.0}])
+        private_phase({"release": [{"name": "clipped", "bound": 2.0, "noise_multiplier": 5.0}]})
     assert ReleasedMetric(name="loss", noise_multiplier=1.0).bound == 1.0

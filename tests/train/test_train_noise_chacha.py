@@ -181,8 +181,7 @@ def test_steps_parameters_keys_and_far_elements_have_their_own_draws() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "parameter", "start"),
-    [(2**32, 0, 0), (-1, 0, 0), (0, 2**32, 0), (0, -1, 0), (0, 0, -1), (0, 0, 2**66)],
+    ("step", "parameter", "start"), [(2**32, 0, 0), (-1, 0, 0), (0, 2**32, 0), (0, -1, 0), (0, 0, -1), (0, 0, 2**66)]
 )
 def test_what_does_not_fit_the_counter_is_refused(step: int, parameter: int, start: int) -> None:
     noise = ChaChaNoise(KEY, 1.0, 1.0)

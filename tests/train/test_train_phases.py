@@ -29,7 +29,7 @@ from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartE
 from murmuration.train.run.evaluation_phase import StillEngine
 from murmuration.train.run.phase import carry_over
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
-from tests.support.config_base import Change, drop, put, refusal
+from tests.support.config_base import Change, drop, put
 from tests.support.train_helpers import LocalEngine, Toy, alone, plan_for, toy_batch
 
 Read = Callable[..., Config]
@@ -47,46 +47,6 @@ def test_a_start_has_no_steps_and_the_objective_of_what_follows(loaded: Read, tm
     config = loaded(first(START))
     assert not config.phases[0].trains and config.phases[0].objective == "mae" and config.phases[0].steps == 0
     assert config.phases[0].data.path == str(tmp_path / "weights")  # pyright: ignore[reportAttributeAccessIssue]
-
-
-FEATURES: list[Change] = [
-    put("phases.1.objective", "classify"), put("phases.1.data.label", "kind"), put("phases.1.trainable", "head"),
-    drop("phases.1.evaluation"), put("phases.1.features", {}), put("phases.1.data.augment", "center"),
-]  # fmt: skip
-REFUSED: list[tuple[list[Change], str]] = [
-    ([*FEATURES, put("phases.1.data.augment", "random_resized_crop")], "keeps features and augments its pictures"),
-    ([*FEATURES, put("phases.1.data.augment", "inception_crop")], "keeps features and augments its pictures"),
-    ([*FEATURES, put("phases.1.monitor", {"path": "x", "public": True})], "keeps features and has `monitor`"),
-    ([*FEATURES, put("phases.1.data.reading", {"node_shards": "{rank}"})], "features, for which every rank reads"),
-    ([*FEATURES, put("phases.1.mixing", {"data": {"source": "shards", "path": "x", "public": True}, "batch": 4})],
-     "keeps features and mixes in public pictures"),
-    ([first(START | {"steps": 3})], "phase 'start' trains nothing, so steps would have no effect"),
-    ([put("phases.1.data", START["data"])], "trains nothing, so"),
-    ([put("phases.0.epochs", 2.0)], "has steps and epochs; give one of steps, epochs and until_budget"),
-    ([drop("phases.1.steps"), put("phases.1.until_budget", True), put("phases.1.privacy.noise_multiplier", None)],
-     "trains until_budget and needs privacy.noise_multiplier"),
-    ([put("phases.0.plateau", {})], "phase 'warm' ends at a plateau of the public loss and needs `evaluation`"),
-    ([put("phases.1.features", {})], "keeps features, which stay the same only with objective 'classify'"),
-    ([put("phases.1.objective", "classify"), put("phases.1.data.label", "kind"), put("phases.1.trainable", "head"),
-      put("phases.1.features", {}), put("phases.1.data.augment", "none"), put("phases.1.data.weight", "score")],
-     "keeps features and has data.weight, but no record weights are stored"),
-    ([put("phases.1.optimizer.carry", "all")], "no phase before it trained the same weights"),
-    ([put("phases.1.objective", "mae"), drop("phases.1.evaluation"), put("phases.1.optimizer.carry", "all"),
-      put("phases.1.optimizer.params.ema_decay", 0.9)], "give ema_decay to both, or to none"),
-    ([put("phases.1.optimizer.params.gradient_norm", 1.0), put("phases.1.optimizer.params.noise_floor", 0.1)],
-     "gradient_norm scales it; drop one"),
-    ([put("phases.0.optimizer", {"type": "SGD", "carry": "second-moment"})], "SGD has no second moment"),
-    ([put("phases.1.mixing", {"data": {"path": "x"}, "batch": 4})], "not declared public"),
-    ([put("phases.0.objective", "classify")], "needs data.label"),
-    ([put("phases.1.data.public_fraction", 1.5)], "less than 1"),
-    ([put("phases.1.trainable", "heads")], "'all', 'head', 'bias', 'lora' or 'statistics'"),
-    ([put("phases.1.schedule.warmup_epochs", 1.0), put("phases.1.schedule.warmup", 3)], "both warmup and"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-def test_phases_that_mean_nothing_are_refused(loaded: Read, changes: list[Change], message: str) -> None:
-    assert message in refusal(loaded, *changes)
 
 
 SHAPES = [

@@ -222,11 +222,7 @@ def test_every_phase_reads_pixels_as_the_weights_were_trained(read: Callable[...
 @pytest.mark.parametrize(
     ("given", "start", "reason"),
     [
-        (
-            "imagenet",
-            VIT,
-            "model.pixels is imagenet, but .*config.json says .* trained with half; leave model.pixels",
-        ),
+        ("imagenet", VIT, "model.pixels is imagenet, but .*config.json says .* trained with half; leave model.pixels"),
         (
             None,
             "bare.safetensors",

@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.tensorboard import SummaryWriter
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.data.draw.micro_batch import MicroBatch, even_width, row_count, slots
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.commands.forecast import main
+from murmuration.train.config.load import load
+from murmuration.train.config.root import Config
 from murmuration.train.engines.exchange import WEIGHED_AT_ONCE
 from murmuration.train.engines.sharded_sums import MOST_SLOTS
 from murmuration.train.planner.cluster import Cluster, step_time
 from murmuration.train.planner.cost import RecordCost
+from murmuration.train.planner.drowned import DROWNED, USEFUL, drowned, noise_over_signal
 from murmuration.train.planner.memory import Memory, WeightCounts, fsdp2_memory, memory
 from murmuration.train.planner.rows import Batch
+from murmuration.train.run.public_mixing import PublicGradient
 from murmuration.train.self_test.probes import synthetic_batch
-from tests.support.planner_world import CLUSTER, COST, SHAPES, ask, config, counted, peak_of
+from murmuration.train.storage.run_dir import RunDir
+from tests.support.planner_world import CLUSTER, COST, SHAPES, SMALL, WEIGHTS, ask, config, counted, peak_of
+from tests.support.shipped_recipes import PLANS
+from tests.support.train_helpers import alone
 
 
 @pytest.mark.parametrize("objective", ["mae", "caption"])
@@ -272,3 +288,387 @@ def test_planning_leaves_the_random_state_and_the_default_device_alone() -> None
     counted(SHAPES["mae"], "mae")
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.zeros(1).device.type == "cpu"
+
+
+# The planner's benchmark reads what it says it reads: no training here, and no wall times.
+
+
+TOLD = {"mae_tflops": 0.05, "captioner_tflops": 0.05, "link_gb_per_s": 1.0, "noise_per_second": 5e7}
+
+
+@pytest.fixture
+def plan(benchmark: Callable[[str], ModuleType]) -> Any:
+    return benchmark("plan")
+
+
+def raw_of(plan: Any, name: str, **more: Any) -> dict[str, Any]:
+    raw = plan.config(name, Path("nowhere"), Path("run"), **more)
+    raw["phases"][0]["data"]["expected_records"] = plan.RECORDS
+    Config.model_validate(raw)
+    return raw
+
+
+def test_step_times_are_the_differences_on_the_private_board(plan: Any, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.prepare()
+    writer = SummaryWriter(str(run.private_board))
+    times = [100.0, 110.0, 113.0, 116.0, 118.0, 120.5]
+    for step, at in enumerate(times, start=1):
+        writer.add_scalar("private/records", 80.0 + step, step, walltime=at)
+        writer.add_scalar("private/loss", 1.0, step, walltime=at + 0.5)
+    writer.close()
+    run.public_log.write_text('{"phase": "private", "step": 1, "lr": 1}\n{"step": 1, "samples_per_second": 30.0}\n')
+    assert plan.DROPPED == 3
+    assert plan.step_seconds(run) == pytest.approx([2.0, 2.5]), "the first ones warm up"
+    assert plan.rate_of(run, 2) == 15.0
+    raw = raw_of(plan, "captioner")
+    found = plan.compared(raw, TOLD, run, 2)
+    forecast = plan.planned(raw, TOLD, 2).time
+    assert found["predicted_over_measured"] == pytest.approx(forecast.seconds / 2.25)
+    by_rate = plan.planned(raw, TOLD, 2, 15.0).time
+    assert found["predicted_by_rate_over_measured"] == pytest.approx(by_rate.seconds / 2.25)
+    assert by_rate.compute == pytest.approx(by_rate.rows * plan.MICRO_BATCH / 15.0)
+
+
+@pytest.mark.parametrize("name", ["mae", "captioner"])
+def test_the_measured_products_are_most_of_what_a_step_is_planned_to_compute(plan: Any, name: str) -> None:
+    found = plan.planned(raw_of(plan, name), TOLD, 2)
+    products = sum(6 * rows * inputs * outputs for rows, inputs, outputs in plan.layers(name)) / plan.MICRO_BATCH
+    assert 0.85 * found.cost.step_flops < products < 1.15 * found.cost.step_flops
+    # Nearly all draws need the same number of rows, so that the median step is the mean one.
+    assert abs(found.time.rows - round(found.time.rows)) < 0.05
+    assert found.time.compute > 10 * (found.time.exchange + found.time.noise), "arithmetic dominates"
+    twice = plan.planned(raw_of(plan, name, batch=2 * plan.BATCHES[name]), TOLD, 2)
+    assert 1.6 < twice.time.seconds / found.time.seconds < 2.1
+
+
+# Plans by which nothing can be learned are told, with a plan that is useful when it is calibrated.
+
+
+def calibrated_plan(records: int, batch: float, steps: int, epsilon: float) -> PrivacyPlan:
+    threshold, delta = threshold_for(records, batch), 1 / (2 * records)
+    sigma = calibrate_sigma(threshold / 2**32, steps, epsilon, delta)
+    return PrivacyPlan(
+        records=records, threshold=threshold, clip_norm=1.0, noise_multiplier=sigma, steps=steps, delta=delta,
+        epsilon_budget=epsilon,
+    )  # fmt: skip
+
+
+def test_the_ratio_is_how_far_noise_moves_weights_over_how_far_agreeing_gradients_do() -> None:
+    settings, weights = replace(calibrated_plan(1000, 50, 40, 1.0), clip_norm=0.3), 4000
+    torch.manual_seed(1)
+    divisor, std = settings.divisor, settings.noise_std
+    noise = sum((torch.randn(weights) * std / divisor for _ in range(settings.steps)), torch.zeros(weights)).norm()
+    gradients = settings.steps * divisor * settings.clip_norm / divisor
+    assert float(noise) / gradients == pytest.approx(noise_over_signal(settings, weights), rel=0.05)
+
+
+def test_the_named_epsilon_is_useful_and_a_smaller_one_is_not() -> None:
+    weights = 1_000_000
+    said = drowned(calibrated_plan(20_000, 1000, 50, 0.002), weights, calibrated=True)
+    assert said is not None and "nothing can be learned" in said and "expected_batch" not in said
+    named = float(re.findall(r"privacy.epsilon = (\S+)", said)[0])
+    assert noise_over_signal(calibrated_plan(20_000, 1000, 50, named), weights) <= USEFUL
+    assert noise_over_signal(calibrated_plan(20_000, 1000, 50, 0.8 * named), weights) > USEFUL
+
+
+def test_the_named_batch_is_useful_at_the_same_epsilon() -> None:
+    weights = 10**8
+    said = drowned(calibrated_plan(1_000_000, 20, 100, 8.0), weights, calibrated=True)
+    assert said is not None
+    batch = int(re.findall(r"privacy.expected_batch = (\d+)", said)[0])
+    assert noise_over_signal(calibrated_plan(1_000_000, batch, 100, 8.0), weights) <= USEFUL
+    assert noise_over_signal(calibrated_plan(1_000_000, batch / 4, 100, 8.0), weights) > USEFUL
+
+
+def test_given_noise_is_answered_with_noise_that_fits_the_budget() -> None:
+    given = replace(calibrated_plan(20_000, 1000, 50, 8.0), noise_multiplier=2503.0)
+    said = drowned(given, 1_377_088, calibrated=False)
+    assert said is not None and said.startswith("σ = 2,503: nothing can be learned")
+    sigma, spent = re.findall(r"privacy.noise_multiplier = (\S+), which spends ε = (\S+)$", said)[0]
+    useful = replace(given, noise_multiplier=float(sigma))
+    assert noise_over_signal(useful, 1_377_088) <= USEFUL and float(spent) <= 8.0
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    said = drowned(calibrated_plan(100, 10, 5, 0.1), 10**9, calibrated=True)
+    assert said is not None and "nearest useful plan: none" in said and 'trainable = "head"' in said
+
+
+def test_no_published_recipe_is_called_useless() -> None:
+    for records, batch, steps, budget, sigma in PLANS.values():
+        published = PrivacyPlan(
+            records=records, threshold=threshold_for(records, batch), clip_norm=1.0, noise_multiplier=sigma,
+            steps=steps, delta=1 / (2 * records), epsilon_budget=budget,
+        )  # fmt: skip
+        assert noise_over_signal(published, 2 * 10**9) < DROWNED, "even with two billion weights"
+
+
+def test_a_dry_run_and_the_planner_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path)
+    raw = json.loads(path.read_text())
+    raw["phases"][0]["privacy"] |= {"noise_multiplier": 1e8}
+    path.write_text(json.dumps(raw))
+    warned = "  warning       σ = 1e+08: nothing can be learned"
+    assert warned in as_text(meaning(load(path, [])))
+    assert ask(path) == 0 and warned in capsys.readouterr().out
+
+
+# What the planner and --dry-run say of TAN simulations, and what public records that are mixed in cost.
+
+
+SAID = "NOT PRIVATE at ε = 1: a TAN simulation, batch and noise divided by 2; ε above is that of what will run"
+
+
+def changed(tmp_path: Path, privacy: dict[str, Any], **phase: Any) -> Path:
+    path = config(tmp_path, model=SMALL)
+    raw = json.loads(path.read_text())
+    raw["phases"][0]["privacy"] |= {"epsilon": 1.0, "expected_batch": 4096} | privacy
+    raw["phases"][0] |= phase
+    path.write_text(json.dumps(raw))
+    return path
+
+
+@pytest.mark.parametrize("sigma", [2.0, None])
+def test_a_simulation_is_called_not_private_at_the_epsilon_of_its_config(
+    sigma: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    path = changed(tmp_path, {"noise_multiplier": sigma, "tan": {"scale": 2.0}}, steps=10)
+    assert ask(path) == 0
+    said = capsys.readouterr().out
+    assert f"  note          {SAID}\n" in said and said.index("ε by step") < said.index(SAID), "ε is above the note"
+    assert "(mae, a simulation)" in said and "(mae, private)" not in said
+    assert ask(path, "--json") == 0
+    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    assert phase["note"] == SAID and phase["plan"]["stands_for"] == {"epsilon": 1.0, "scale": 2.0}
+    run = phase["plan"]
+    spent = epsilon([Event(run["threshold"] / 2**32, run["noise_multiplier"], 10)], run["delta"])
+    assert phase["batch"] == pytest.approx(2048, abs=0.1) and phase["epsilons"][-1] == [10, pytest.approx(spent)]
+    assert run["noise_multiplier"] == 1.0 if sigma else spent > 1.2, "what will run, not what the config reads as"
+    assert f"  note          {SAID}\n" in as_text(meaning(load(path, [])))
+
+
+def test_a_phase_that_keeps_its_promise_has_no_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = changed(tmp_path, {"noise_multiplier": 4.0})
+    assert ask(path) == 0
+    said = capsys.readouterr().out
+    assert "(mae, private)" in said and "NOT PRIVATE" not in said and "note " not in said
+    assert ask(path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["phases"][0]["note"] is None
+    assert "NOT PRIVATE" not in as_text(meaning(load(path, [])))
+
+
+def mixing(batch: int) -> dict[str, Any]:
+    return {"data": {"source": "synthetic", "records": 100_000}, "batch": batch}
+
+
+def test_public_records_that_are_mixed_in_take_their_time() -> None:
+    batch = Batch(1000, 31.6, public=False)
+    alone_, mixed = (step_time(COST, WEIGHTS, CLUSTER, batch, 64, 1, mixed=count) for count in (0, 300))
+    # 300 on 4 ranks are 75 each: two rows of 38, without clipping; and one more fp32 sum of gradients.
+    assert mixed.public == pytest.approx(76 * 3e9 / 10e12) and mixed.rows == alone_.rows
+    assert mixed.compute == pytest.approx(alone_.compute + mixed.public)
+    assert mixed.exchange - alone_.exchange == pytest.approx(2 * 0.75 * 4e8 / 5e9)
+    measured = step_time(COST, WEIGHTS, CLUSTER, batch, 64, 1, records_per_second=64.0, mixed=300)
+    # A record without clipping takes three of the four parts of a private one.
+    assert measured.public == pytest.approx(76 / 64 * 0.75)
+    twin = WeightCounts(100_000_000, 0, 1, 8, private=False)
+    assert step_time(COST, twin, CLUSTER, batch, 64, 1, records_per_second=64.0, mixed=300).public == pytest.approx(
+        76 / 64
+    )
+
+
+def test_mixed_records_are_in_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = changed(tmp_path, {}, mixing=mixing(2048))
+    assert ask(path) == 0
+    assert "4,096 records and 2,048 public ones mixed in per step" in capsys.readouterr().out
+    assert ask(path, "--json") == 0
+    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    assert ask(changed(tmp_path, {}), "--json") == 0
+    (without,) = json.loads(capsys.readouterr().out)["phases"]
+    public = phase["time"]["compute"] - without["time"]["compute"]
+    # On 16 GPUs, 128 records each at the price of a non-private step.
+    assert phase["mixed"] == 2048 and public == pytest.approx(128 * phase["cost"]["step_flops"] / 100e12)
+    assert phase["time"]["public"] == pytest.approx(public) and without["time"]["public"] == 0.0
+
+
+def test_mixing_does_not_advise_a_stage_that_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    big = {"family": "mae", "size": "base", "width": 4096, "heads": 16, "depth": 3}
+    for more, advised in (({}, True), ({"mixing": mixing(64)}, False)):
+        path = changed(tmp_path, {}, **more)
+        raw = json.loads(path.read_text()) | {"model": big, "zero_optimization": {"stage": 0}}
+        raw["train_micro_batch_size_per_gpu"] = 128
+        path.write_text(json.dumps(raw))
+        assert ask(path, "--memory", "20" if not more else "26", "--json") == 0
+        (phase,) = json.loads(capsys.readouterr().out)["phases"]
+        assert any("stage = 1" in line for line in phase["advice"])
+        assert any("stage = 3" in line for line in phase["advice"]) == advised
+
+
+def test_public_gradients_lie_whole_on_every_rank() -> None:
+    weights = [WeightCounts(80, 20, 30, 8, True, mixed=mixed) for mixed in (False, True)]
+    for stage, offload in ((0, False), (1, False), (1, True), (2, False), (3, False)):
+        without, with_ = (memory(each, stage, 8, offload) for each in weights)
+        assert with_.stays == without.stays and with_.host == without.host
+        assert with_.update == without.update + 4 * 80 and with_.while_computing == without.while_computing + 8 * 80
+
+
+def test_the_mean_public_gradient_takes_as_much_memory_as_counted() -> None:
+    shape, cost = SHAPES["caption"], counted(SHAPES["caption"], "caption")
+    model = build(shape, "caption")
+    own, size = sum(p.numel() for p in model.parameters()), 2
+    batches = [synthetic_batch(shape, "caption", size, seed) for seed in (0, 1)]
+
+    def rows(step: int) -> Iterator[MicroBatch]:
+        del step
+        yield from batches
+
+    gradient = PublicGradient(model, rows, alone())
+    # So few records that the gradients are most of it, and two rows: the second finds those of the first.
+    peak = peak_of(lambda: gradient.of_step(1))
+    planned = memory(WeightCounts(own, 0, 1, 8, True, mixed=True), 1, 1, False).while_computing + size * cost.bytes
+    assert 0.92 * planned < peak < 1.08 * planned
+
+
+# Rows of micro-batches of Poisson draws and of public records, and what the planner advises about them.
+
+
+DRAWS = 20_000
+
+
+def plan_of(records: int, batch: float) -> PrivacyPlan:
+    return PrivacyPlan(
+        records=records, threshold=threshold_for(records, batch), clip_norm=1.0, noise_multiplier=1.0, steps=1,
+        delta=1e-3 / records, epsilon_budget=1.0,
+    )  # fmt: skip
+
+
+def simulated(of: PrivacyPlan, gpus: int, micro_batch: int) -> float:
+    """The mean number of rows, by the function that training cuts its draws with."""
+    drawn = np.random.default_rng(5).binomial(of.records, of.sampling_rate, DRAWS)
+    return float(np.mean([row_count(int(total), gpus, micro_batch) for total in drawn]))
+
+
+@pytest.mark.parametrize(
+    ("records", "batch", "gpus", "micro_batch"),
+    [
+        # At the mean of a row: half of the draws need one more.
+        (1_000_000, 4096, 128, 32), (14_000_000, 98_304, 1024, 96), (233_804_767, 1_310_720, 1024, 128),
+        # Between two, below the first, and so small that many numbers of rows occur.
+        (1_000_000, 1000, 8, 64), (1_000_000, 4000, 128, 32), (600, 48, 2, 8), (600, 48, 2, 1), (10_000, 10, 8, 64),
+        # A draw of half of the records scatters less; the records as a whole do not scatter.
+        (8192, 4096, 128, 32), (4096, 4096, 128, 32), (4097, 4097, 128, 32),
+    ],
+)  # fmt: skip
+def test_rows_are_those_of_simulated_draws(records: int, batch: float, gpus: int, micro_batch: int) -> None:
+    of = plan_of(records, batch)
+    found = Batch.drawn(of).rows(gpus, micro_batch)
+    real = simulated(of, gpus, micro_batch)
+    # Of so many draws, the mean of a number that moves by one or two; and what the normal curve is off by.
+    assert found == pytest.approx(real, abs=0.02 * max(1.0, real**0.5))
+    slots_of_a_row = gpus * micro_batch * found
+    assert Batch.drawn(of).padding(gpus, micro_batch) == pytest.approx(1 - of.divisor / slots_of_a_row)
+
+
+def test_the_mean_of_the_rows_is_not_the_rows_of_the_mean() -> None:
+    assert Batch.drawn(plan_of(1_000_000, 4096)).rows(128, 32) == pytest.approx(1.5, abs=0.01)
+    assert Batch.drawn(plan_of(4096, 4096)).rows(128, 32) == 1.0, "with q = 1 every draw is the same"
+    assert Batch(4096).rows(128, 32) == 1.0 and Batch(4097).rows(128, 32) == 2.0, "public batches do not scatter"
+    assert Batch(1).rows(8, 64) == Batch(0.5, 0.7).rows(8, 64) == 1.0, "an empty draw is a step, too"
+
+
+def test_the_row_function_is_that_of_the_slots() -> None:
+    for total in (0, 1, 63, 64, 65, 1000):
+        rows = {len(slots(np.arange(total), rank, 4, 16)) for rank in range(4)}
+        assert rows == {row_count(total, 4, 16)} == {round(Batch(total).rows(4, 16))}
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_public_rows_are_no_wider_than_they_must_be(world: int) -> None:
+    for total in (1, 15, 16, 17, 64, 65, 100, 1000):
+        width = even_width(total, world, 16)
+        cut = [slots(np.arange(total), rank, world, width) for rank in range(world)]
+        assert width <= 16 and {len(rows) for rows in cut} == {row_count(total, world, 16)}
+        filled = np.concatenate([rows[rows >= 0] for rows in cut])
+        assert np.array_equal(np.sort(filled), np.arange(total)), "each record once"
+        assert sum(rows.size for rows in cut) == world * round(Batch(total).slots(world, 16))
+        assert sum(rows.size for rows in cut) - total < world * len(cut[0]), "less than one slot of a row is padding"
+    private = Batch(100, public=False)
+    assert private.slots(4, 16) == 32 and Batch(100).slots(4, 16) == 26
+
+
+def test_time_counts_the_rows_of_the_draws() -> None:
+    private = step_time(COST, WEIGHTS, CLUSTER, Batch.drawn(plan_of(1_000_000, 4096)), 64, stage=1)
+    exact = step_time(COST, WEIGHTS, CLUSTER, Batch(4096), 64, stage=1)
+    assert exact.rows == 16 and exact.compute == pytest.approx(16 * 64 * 4e9 / 10e12)
+    assert private.rows == pytest.approx(16.5, abs=0.01)
+    assert private.compute == pytest.approx(exact.compute * private.rows / 16)
+    gathered = [step_time(COST, WEIGHTS, CLUSTER, Batch(4096, spread), 64, stage=3).exchange for spread in (0, 64)]
+    assert gathered[1] > gathered[0], "a row more gathers the weights once more"
+
+
+@pytest.mark.parametrize(
+    ("records", "batch", "gpus", "micro_batch"),
+    [(1_000_000, 4096, 128, 32), (14_000_000, 98_304, 1024, 96), (1_000_000, 4000, 16, 256), (100_000, 500, 8, 64)],
+)
+def test_advised_micro_batches_waste_less_in_simulated_draws(
+    records: int, batch: float, gpus: int, micro_batch: int
+) -> None:
+    of = plan_of(records, batch)
+    drawn = Batch.drawn(of)
+    for size in (drawn.even(gpus, micro_batch), drawn.fewer(gpus, micro_batch)):
+        if size:
+            assert drawn.mean / gpus < size * round(simulated(of, gpus, size)), "not at the mean of the draws"
+            assert size * simulated(of, gpus, size) < micro_batch * simulated(of, gpus, micro_batch) * 1.01
+    assert drawn.even(gpus, micro_batch) <= micro_batch
+    assert drawn.fewer(gpus, micro_batch) == 0 or drawn.fewer(gpus, micro_batch) > micro_batch
+    assert drawn.even(gpus, 0) == 0
+
+
+def advised(tmp_path: Path, capsys: Any, changes: dict[str, Any], micro_batch: int, *more: str) -> dict[str, Any]:
+    path = config(tmp_path, train_micro_batch_size_per_gpu=micro_batch, model=SMALL)
+    raw = json.loads(path.read_text())
+    phase = raw["phases"][0]
+    phase["privacy"] |= changes.pop("privacy", {})
+    phase |= changes
+    if phase["privacy"] is None or "batch" in phase:
+        del phase["privacy"]
+        phase["data"]["public"] = True
+    path.write_text(json.dumps(raw))
+    assert ask(path, "--json", *more) == 0
+    return json.loads(capsys.readouterr().out)["phases"][0]
+
+
+def test_a_private_phase_is_not_sent_to_the_mean_of_its_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    found = advised(tmp_path, capsys, {"privacy": {"expected_batch": 4096}}, 32, "--gpus", "128")
+    assert found["time"]["rows"] == pytest.approx(1.5, abs=0.01) and found["micro_batch"] == 32
+    assert found["batch"] == pytest.approx(4096, abs=0.1) and found["batch_spread"] == pytest.approx(64, rel=0.01)
+    # Four standard deviations are 256 records, two for each GPU.
+    assert found["chosen"]["micro_batch"] == 34
+    assert "33% of the slots are padding: train_micro_batch_size_per_gpu = 34 leaves 6%" in found["advice"]
+    better = advised(tmp_path, capsys, {"privacy": {"expected_batch": 4096}}, 34, "--gpus", "128")
+    assert better["time"]["rows"] == pytest.approx(1, abs=0.01) and "padding" not in "".join(better["advice"])
+    assert better["time"]["compute"] < 0.75 * found["time"]["compute"]
+    public = advised(tmp_path, capsys, {"batch": 4096}, 32, "--gpus", "128")
+    assert public["time"]["rows"] == 1 and public["chosen"]["micro_batch"] == 32
+    assert "padding" not in "".join(public["advice"])
+
+
+def test_what_fits_fills_its_rows_evenly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = {"privacy": {"expected_batch": 4096}}
+    wanted = advised(tmp_path, capsys, dict(batch), 8, "--gpus", "16")
+    memory, cost = wanted["chosen"]["memory"], wanted["cost"]["kept_bytes"] + wanted["cost"]["working_bytes"]
+    room = (memory["stays"] + memory["gathered"] + 256.5 * cost) / 2**30
+    found = advised(tmp_path, capsys, dict(batch), 1024, "--gpus", "16", "--memory", str(room), "--free", "0")
+    # 256 fit, which is the mean of a rank's draws: a second row would be all but empty, every second step.
+    assert found["chosen"]["micro_batch"] == 256
+    assert found["micro_batch"] == 136 and "set train_micro_batch_size_per_gpu to 136" in found["advice"]
+
+
+def test_padding_that_no_micro_batch_saves_asks_for_fewer_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    found = advised(tmp_path, capsys, {"batch": 10}, 1, "--gpus", "8")
+    assert "38% of the slots are padding: use fewer GPUs" in found["advice"]

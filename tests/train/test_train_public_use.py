@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.launch import prepare as prepare_command
 from murmuration.train.commands.train import main as train
-from murmuration.train.config.load import load
+from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
 from murmuration.train.storage.sibling_runs import RunLog
+from tests.support.config_base import Change, put
 
 RECORDS = 60
 PUBLIC: dict[str, Any] = {
@@ -191,3 +193,46 @@ def test_a_damaged_cut_is_refused_and_not_made_anew(world: Path, content: bytes)
     with pytest.raises(RecipeError, match="which records are public; restore it"):
         ready(world, part(PRIVATE, 0.1))
     assert (world / "set" / "index" / FROZEN).read_bytes() == content
+
+
+# What is used without noise is public by somebody's word, and the word stands in the config.
+
+
+EVALUATION, MONITOR = {"path": "held"}, {"path": "held", "records": 8}
+START = {"name": "start", "data": {"source": "checkpoint", "path": "weights"}, "objective": "mae"}
+
+
+def mixing(**more: Any) -> dict[str, Any]:
+    return {"data": {"source": "shards", "path": "open", **more}, "batch": 4}
+
+
+def with_start(**more: Any) -> Change:
+    def change(raw: dict[str, Any]) -> None:
+        raw["phases"].insert(0, START | {"data": START["data"] | more})
+
+    return change
+
+
+@pytest.mark.parametrize("word", [{}, {"public": False}, {"public": None}, {"public": "true"}, {"public": 1}])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda word: put("phases.1.evaluation", EVALUATION | word), "records to evaluate on are used without noise"),
+        (lambda word: put("phases.1.monitor", MONITOR | word), "the monitor's records are used without noise"),
+        (lambda word: put("phases.1.mixing", mixing(**word)), "mix in are not declared public|public"),
+        (lambda word: with_start(**word), "weights to start from are used without noise|public"),
+    ],
+    ids=["evaluation", "monitor", "mixing", "weights"],
+)
+def test_nothing_is_public_because_nobody_said_anything(
+    loaded: Callable[..., Config], change: Callable[[dict[str, Any]], Change], message: str, word: dict[str, Any]
+) -> None:
+    if word == {"public": False} and message.startswith("weights"):
+        return  # said, and the run is marked for it
+    with pytest.raises(ConfigError, match=message):
+        loaded(change(word))
+    loaded(change({"public": True}))
+
+
+def test_weights_may_be_said_to_be_nobodys_but_public(loaded: Callable[..., Config]) -> None:
+    assert not loaded(with_start(public=False)).phases[0].data.public

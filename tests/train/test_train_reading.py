@@ -17,7 +17,7 @@ from murmuration.data.draw.stream import PLACES, Stream
 from murmuration.data.index.shard_index import build
 from murmuration.data.store.place import UnreadableError
 from murmuration.data.synthetic.index import shape_samples, write_shards
-from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.recipe.open_data import hosts_of
@@ -151,26 +151,6 @@ def test_a_stream_is_dealt_out_to_ranks(tmp_path: Path, shards: Path) -> None:
     assert len({row.shape for row in rows}) == 1 and sum(int((row >= 0).sum()) for row in rows) == 7
     with pytest.raises(RecipeError, match=r"phases\.0\.data\.lanes: 3 lanes cannot feed 4 ranks"):
         on_ranks(4, lambda ranks: agree(phases, ranks))
-
-
-NODE = {"node_shards": "/x"}
-
-
-@pytest.mark.parametrize(
-    ("data", "phase", "message"),
-    [
-        ({"source": "webdataset"}, {}, "a stream is shuffled, and the accounting holds only for Poisson samples"),
-        ({"source": "webdataset"}, {"batch": 4, "epochs": 2.0, "steps": 0}, "the number of records in a stream is not"),
-        ({"source": "webdataset", "reading": {"cache_dir": "/x"}}, {"batch": 4}, "a stream has no index"),
-        ({"source": "webdataset", "reading": NODE}, {"batch": 4}, "a stream has no index"),
-        ({"public_fraction": 0.5, "reading": NODE}, {}, "public_fraction takes records of all shards"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    tmp_path: Path, data: dict[str, Any], phase: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _config(tmp_path, {"path": "/nowhere"} | data, **phase)
 
 
 def test_a_stream_behind_a_url_keeps_it(tmp_path: Path) -> None:

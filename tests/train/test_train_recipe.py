@@ -70,24 +70,6 @@ def test_data_that_do_not_fit_are_refused(real: Callable[..., Config], changes: 
         prepare(real(*changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ([put("phases.1.privacy.expected_batch", 41)], r"expected_batch must lie in \(0, 40\]"),
-        ([put("phases.1.privacy.delta", 0.5)], r"delta must lie in \(0, 1/n\]"),
-        ([put("phases.1.privacy.delta", "1/m")], "delta must be a number, '1/n' or"),
-        ([put("phases.1.privacy.delta", "nan")], "delta must lie in"),
-    ],
-)  # fmt: skip
-def test_plans_that_promise_nothing_are_refused(
-    real: Callable[..., Config], changes: list[Change], message: str
-) -> None:
-    phase = real(*changes).phases[1]
-    assert phase.privacy is not None
-    with pytest.raises(RecipeError, match=message):
-        make_plan(phase, phase.privacy, 40, "phases.1")
-
-
 def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed(
     loaded: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

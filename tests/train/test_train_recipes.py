@@ -12,15 +12,36 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.cli.main import main as account
 from murmuration.accounting.epsilon.accountant import Event, epsilon, epsilon_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.plan import RATE_DENOMINATOR, parse_delta, threshold_for
+from murmuration.model.build import build
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
-from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, with_steps
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.optim.base import policies
+from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.planner.cluster import Cluster
+from murmuration.train.planner.forecast import forecast
+from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, resolve_shape, with_steps
+from murmuration.train.run.public_mixing import alpha
+from tests.support.printed_facts import (
+    DEVIATIONS,
+    LAMB_RATES,
+    MOMENTUM_RATES,
+    PRINTED,
+    SINGLE_STEP_BUDGETS,
+    Deviation,
+    agrees,
+    differing,
+    named,
+    value_at,
+    values_of,
+)
 from tests.support.shipped_recipes import COUNTS, FILES, IMAGENET, PLANS, ROOT, SIGMAS, VARIANTS, private_phase
 
 PUBLIC = {f"pretrain_{body}" for body in ("vitb", "vitl", "vith", "r50x4", "r152x4")}
@@ -68,14 +89,14 @@ def test_the_noise_of_every_recipe_is_calibrated_to_it(name: str) -> None:
     assert float(re.findall(r"sigma +(\S+) \(calibrated\)", shown(name))[0]) == SIGMAS[name]
 
 
-def differing(one: Any, other: Any, where: str = "") -> set[str]:
+def differing_keys(one: Any, other: Any, where: str = "") -> set[str]:
     """The keys whose values differ, down to the first that one of the two lacks."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         one, other = dict(enumerate(one)), dict(enumerate(other))
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return set() if one == other else {where}
     keys = one.keys() | other.keys()
-    return set().union(*(differing(one.get(key), other.get(key), f"{where}.{key}".strip(".")) for key in keys))
+    return set().union(*(differing_keys(one.get(key), other.get(key), f"{where}.{key}".strip(".")) for key in keys))
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -88,7 +109,7 @@ def test_a_variant_differs_from_its_recipe_in_its_noise_alone(name: str) -> None
             if "path" in phase["data"]:
                 phase["data"]["path"] = os.path.normpath(phase["data"]["path"])
     number, every = private_phase(load(FILES[name], [])), ours["run"]["checkpoint_every"]
-    changed = {key for key in differing(ours, theirs) if not key.startswith("about.")}
+    changed = {key for key in differing_keys(ours, theirs) if not key.startswith("about.")}
     assert changed == {f"phases.{number}.privacy.noise", "run.checkpoint_every"}
     assert ours["phases"][number]["privacy"]["noise"] == {"kind": "banded", "bands": bands, "horizon": None}
     assert every % bands == 0, "no key of an earlier step is kept at a checkpoint"
@@ -224,3 +245,193 @@ def test_shipped_files_are_plain_json_that_names_the_schema() -> None:
     for path in FILES.values():
         raw = json.loads(path.read_text())
         assert (path.parent / raw["$schema"]).resolve() == ROOT / "ds_configs" / "schema.json"
+
+
+# What docs/recipes.md and the headers of the recipes say of them: every override, and the planned hardware.
+
+
+def tabled(heading: str) -> list[tuple[str, list[str]]]:
+    """The base and the overrides of every run that a table of docs/recipes.md describes."""
+    section = (ROOT / "docs" / "recipes.md").read_text().partition(heading)[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|")[-1] for line in section.splitlines() if line.startswith("|")][2:]
+    found, before = [], list[str]()
+    for row in rows:
+        fixed = [text for text in re.findall(r"`(\S+=\S+)`", row) if not text.startswith("run.dir")]
+        fixed = before + fixed if "the same and" in row else fixed
+        base = "".join(re.findall(r"from `(\w+)`:", row))
+        listed = re.findall(r"`(\S+=)`((?: [-.\de]+)+)", row)
+        found += [(base, [*fixed, key + value]) for key, values in listed for value in values.split()]
+        found += [] if listed else [(base, fixed)]
+        before = fixed
+    return found
+
+
+def test_every_override_that_is_documented_loads() -> None:
+    runs = tabled("## Mehta et al.'s one factor")
+    assert len(runs) == 6 + 4 + 1 + 8 + 9 + 1 + 4 + 3 + 1 + 3 + 3 + 4 + 1 + 5 + 8
+    for base, overrides in runs:
+        load(FILES[base or "transfer_vitb_full"], overrides)
+    for path in FILES.values():
+        for override in re.findall(r"--set (\S+)", json.loads(path.read_text())["about"]["source"]):
+            load(path, [override])
+
+
+def test_the_non_private_columns_clip_the_mean_gradient_of_every_transfer() -> None:
+    columns = [given for _, given in tabled("## Mehta et al.'s one factor") if "phases.1.privacy=null" in given]
+    names = [name for name in FILES if re.match(r"transfer_\w+_(full|last)", name)]
+    assert len(names) == 12
+    for name in names:
+        phases = [load(FILES[name], given).phases[1] for given in columns]
+        assert [phase.batch for phase in phases] == [2**17, 2**18, 2**19, 2**20]
+        assert {(phase.privacy, phase.optimizer.params.gradient_norm) for phase in phases} == {(None, 1.0)}
+
+
+def test_the_backbones_rate_is_that_of_everything_but_the_head() -> None:
+    (rules,) = [over[0] for _, over in tabled("## Mehta et al.'s one factor") if '"learning_rate":0.1' in over[0]]
+    for name in ("transfer_vitb_full", "transfer_r50x4_full"):
+        config = load(FILES[name], [rules])
+        model = build(resolve_shape(config), "classify", device="meta")
+        found = policies(config.phases[1].optimizer.params, model.named_parameters())
+        assert {name for name, policy in found.items() if policy.learning_rate == 1} == {"head.weight", "head.bias"}
+        assert [name for name, policy in found.items() if not policy.trust_ratio] == ["head.bias"]
+
+
+BASELINES = [(0.0, 1.0), (1 / 33, 1 / 33), (0.0, 1.0), (1.0, 0.0), (0.5, 0.5), None, (1.0, 1.0)]
+
+
+def test_the_baselines_of_mixing_are_what_their_table_says() -> None:
+    runs = tabled("## Bu et al.'s baselines")
+    for (_, overrides), expected in zip(runs, BASELINES, strict=True):
+        mixing = load(FILES["mixed_base"], overrides).phases[0].mixing
+        ends = mixing and tuple(alpha(mixing, step, 4000, 131072.0) for step in (1, 4001))
+        assert ends == expected if expected is None else ends == pytest.approx(expected), overrides
+    shipped = load(FILES["mixed_base"], []).phases[0].mixing
+    assert shipped is not None and alpha(shipped, 2001, 4000, 131072.0) == pytest.approx(1 - math.sqrt(0.5))
+    switch = load(FILES["mixed_base"], runs[3][1]).phases[0].mixing
+    assert switch is not None and [alpha(switch, step, 4000, 131072.0) for step in (1000, 1001)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("transfer_")])
+def test_the_first_step_of_a_transferred_head_is_adams(name: str) -> None:
+    shipped = load(FILES[name], []).phases[1].optimizer
+    moved = []
+    for settings in (shipped, Optimizer.model_validate({"params": {"betas": shipped.params.betas}})):
+        head = {"head.weight": torch.zeros(3, 5), "head.bias": torch.full((3,), -10.0)}
+        named = [(key, torch.nn.Parameter(value)) for key, value in head.items()]
+        optimizer = make_optimizer(settings, named, 0.01)
+        for number, (_, parameter) in enumerate(named):
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+        moved.append([parameter.detach() for _, parameter in named])
+    assert all(torch.equal(*pair) for pair in zip(*moved, strict=True))
+
+
+def test_the_printed_throughput_stands_beside_the_planned_hours() -> None:
+    """Mehta et al., Table 8: images per second and core, full and last layer."""
+    printed = {"vitb": (170, 900), "vitl": (25, 235), "vith": (12, 100), "r50x4": (25, 225), "r152x4": (3, 90)}
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for body, numbers in printed.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {body} | ")]
+        planned = [
+            re.findall(r"([\d.]+) GPU-hours", load(FILES[f"transfer_{body}_{part}"], []).about.hardware)[0]
+            for part in ("full", "last")
+        ]
+        assert row == f"| {body} | {' | '.join([*map(str, numbers), *planned])} |"
+
+
+def test_planned_hardware_is_named_and_private_recipes_say_their_epsilon() -> None:
+    for name, path in FILES.items():
+        about = load(path, []).about
+        planned = r"planned, not measured: 8 GPUs of 80 GiB .*, [\d,.]+ GPU-hours"
+        assert name == "demo" or re.match(planned, about.hardware)
+        if name in SIGMAS:
+            base = VARIANTS[name][0] if name in VARIANTS else name
+            assert about.expect.startswith(f"epsilon <= {PLANS[base][3]:g}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FILES if name != "demo"])
+def test_planned_hours_are_the_planners(name: str) -> None:
+    config = load(FILES[name], [])
+    if name in SIGMAS:
+        config = load(FILES[name], [f"phases.{private_phase(config)}.privacy.noise_multiplier={SIGMAS[name]}"])
+    cluster = Cluster(8, 80, 150, 25, 4e8)
+    hours = sum(phase.gpu_hours(cluster) or math.nan for phase in forecast(config, cluster))
+    said = float(re.findall(r"([\d,.]+) GPU-hours", config.about.hardware)[0].replace(",", ""))
+    assert abs(hours / said - 1) < 0.05, hours
+
+
+# Every shipped recipe against what its paper and its public code print; a difference must stand in docs/recipes.md.
+
+
+PAPERS = [name for name in FILES if name != "demo"]
+SIGMA = "phases.-1.privacy.noise_multiplier"
+
+
+def paragraphs() -> dict[str, str]:
+    """The list under "What differs", by the bold words with which each entry begins."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    section = page.partition("## What differs from the papers, and why")[2].partition("\n## ")[0]
+    entries = [" ".join(entry.split()) for entry in re.split(r"^- ", section, flags=re.MULTILINE)[1:]]
+    return {entry.split("**")[1].rstrip("."): entry for entry in entries if entry.startswith("**")}
+
+
+def untold(name: str, *overrides: str) -> set[str]:
+    """The keys in which a recipe is not what is printed, and no paragraph says so."""
+    listed = {deviation.key for deviation in DEVIATIONS if named(deviation.recipes, name)}
+    return differing(name, *overrides) - listed
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_recipe_is_what_is_printed_or_the_documents_say_where_it_differs(name: str) -> None:
+    assert any(named(fact.recipes, name) for fact in PRINTED), "nothing printed is held against it"
+    assert untold(name) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "key"),
+    [
+        ("vip_base", "phases.1.steps=5000", "phases.-1.steps"),
+        ("vip_batch_8k", "phases.1.schedule.peak=0.0005", "phases.-1.schedule.peak"),
+        ("dpcap_large", "phases.1.privacy.clip.norm=0.1", "phases.-1.privacy.clip.norm"),
+        ("continual_base", "model.classes=21841", "model.classes"),
+        ("transfer_vitl_last", "phases.1.schedule.peak=0.003", "phases.-1.schedule.peak"),
+        ("transfer_vitb_full", "model.image_size=256", "model.image_size"),
+        ("transfer_vith_onestep", "phases.1.schedule.peak=0.01", "phases.-1.schedule.peak"),
+    ],
+)
+def test_a_value_that_no_paper_prints_is_found(name: str, override: str, key: str) -> None:
+    assert untold(name, override) == {key}
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS, ids=lambda deviation: f"{deviation.recipes} {deviation.key}")
+def test_a_listed_deviation_exists_and_is_told(deviation: Deviation) -> None:
+    paragraph = paragraphs()[deviation.heading.rstrip(".")]
+    assert [words for words in deviation.told if words not in paragraph] == []
+    names = [name for name in PAPERS if named(deviation.recipes, name)]
+    assert any(deviation.key in differing(name) for name in names), "no recipe differs there any more"
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if SIGMA in differing(name)])
+def test_the_printed_noise_is_the_override_that_a_recipe_names(name: str) -> None:
+    config = load(FILES[name], [])
+    path = f"phases.{private_phase(config)}.privacy.noise_multiplier"
+    said = re.findall(rf"--set {re.escape(path)}=([\d.]+)", config.about.source)
+    (printed,) = {fact.printed for fact in PRINTED if named(fact.recipes, name) and fact.key == SIGMA}
+    assert [float(value) for value in said] == [printed]
+    assert value_at(values_of(name), SIGMA) is None, "calibrated to its epsilon"
+
+
+def test_every_printed_fact_is_held_against_a_recipe() -> None:
+    for fact in PRINTED:
+        assert any(named(fact.recipes, name) for name in PAPERS), (fact.source, fact.recipes, fact.key)
+
+
+def test_the_tabled_grids_are_those_of_the_paper() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for row, printed in (
+        ("LAMB's rates", LAMB_RATES), ("its rates", MOMENTUM_RATES), ("one step, eight budgets", SINGLE_STEP_BUDGETS),
+    ):  # fmt: skip
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
+        listed = re.findall(r"=`((?: [-.\de]+)+)", line)[-1].split()
+        assert agrees(list(printed), [float(value) for value in listed]), row

@@ -14,13 +14,7 @@ import pytest
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
-from murmuration.accounting.ledger.facts import (
-    ClippingFact,
-    CorrelationFact,
-    NoiseFact,
-    SamplingFact,
-    StepFacts,
-)
+from murmuration.accounting.ledger.facts import ClippingFact, CorrelationFact, NoiseFact, SamplingFact, StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin

@@ -33,7 +33,7 @@ from murmuration.train.recipe.scaling import moments_of, open_scales
 from murmuration.train.self_test.self_test import SelfTestError
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
 from tests.support.checkpoint_world import HEADER, trained
-from tests.support.config_base import put, refusal
+from tests.support.config_base import put
 from tests.support.scaling_world import random_table, scales
 from tests.support.self_test_world import caption_model, tried
 from tests.support.train_helpers import Toy, alone, plan_for, private_engine, toy_batch
@@ -243,26 +243,6 @@ def test_a_run_without_fitting_moments_is_refused(tmp_path: Path) -> None:
 
 
 SCALING = {"source": "checkpoint", "path": "runs/warm", "public": True}
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ([put("phases.1.privacy.scaling", SCALING | {"public": False})], "set public to true"),
-        ([put("phases.1.privacy.scaling", SCALING | {"floor": 0.0})], "floor"),
-        ([put("phases.1.privacy.scaling", SCALING | {"source": "run"})], "source"),
-        ([put("phases.1.privacy.scaling", SCALING | {"source": "released"})], "leave public out"),
-        (
-            [put("phases.1.privacy.scaling", SCALING), put("phases.1.optimizer.params.noise_floor", 1e-9)],
-            "needs the same noise on all weights",
-        ),
-        ([put("phases.1.privacy.scaling", SCALING), put("run.clip_engine", "opacus")], "scales no gradients"),
-    ],
-)
-def test_what_does_not_go_together_is_one_sentence(
-    loaded: Callable[..., Config], changes: list[Callable[[dict[str, Any]], None]], said: str
-) -> None:
-    assert said in refusal(loaded, *changes)
 
 
 def test_a_plan_states_the_space_and_keeps_its_sigma_only_in_the_same_one(loaded: Callable[..., Config]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.synthetic.index import SyntheticIndex
-from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.recipe.ready_phase import prepare
 
@@ -55,32 +55,6 @@ def test_the_seed_is_part_of_the_identity(tmp_path: Path) -> None:
         config = _load(tmp_path, {"source": "synthetic", "kind": "shaders", "records": 100, "seed": 1, **change})
         digests.add((config.digest(0, {}), prepare(config)[0].index.manifest_digest))
     assert len({pair[0] for pair in digests}) == len({pair[1] for pair in digests}) == 5
-
-
-@pytest.mark.parametrize(
-    ("data", "phase", "message"),
-    [
-        ({"source": "synthetic", "kind": "noise"}, {}, "phases.0.data.kind = 'noise' is not usable"),
-        ({"source": "synthetic", "path": "x"}, {}, "unknown key 'phases.0.data.path'; .*kind"),
-        ({"source": "synthetic", "recrods": 5}, {}, "unknown key 'phases.0.data.recrods'; did you mean 'records'"),
-        ({"source": "web"}, {}, "phases.0.data.source = 'web' is not usable: choose one of 'shards', 'synthetic'"),
-        ({"source": "shards"}, {}, "phases.0.data.path is missing"),
-        ({}, {}, "phases.0.data.path is missing"),
-        ({"source": "synthetic", "tokenizer": "clip"}, {}, "mixed have no captions"),
-        ({"source": "synthetic", "records": 0}, {}, "phases.0.data.records = 0"),
-        (
-            {"source": "synthetic"},
-            {"batch": None, "privacy": {"epsilon": 8, "expected_batch": 10}},
-            "its data are declared public",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_sentence(
-    tmp_path: Path, data: dict[str, Any], phase: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
-        _load(tmp_path, data, **phase)
-    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_more_per_step_than_there_are_is_refused(tmp_path: Path) -> None:

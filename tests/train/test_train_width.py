@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from murmuration.train.optim.choose import make_optimizer, width_factors
 from murmuration.train.optim.width import WidthFactors
 from murmuration.train.private import Computation, clipping_engine
 from murmuration.train.recipe.ready_phase import prepare
-from tests.support.config_base import drop, put, refusal
+from tests.support.config_base import drop, put
 
 SMALL = {"image_size": 32, "patch_size": 8, "vocabulary": 64, "classes": 10}
 # Published sizes: nano is 192 wide and base 768, four times as wide, in encoder and text decoder.
@@ -201,39 +202,6 @@ def test_every_engine_gets_the_factors_of_its_model_and_none_goes_without() -> N
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "needs the size or the width at which the learning rate was chosen"),
-        ({"size": "custom"}, "'custom' has no widths of its own"),
-        ({"base": 64}, "base"),
-        ({"width": 0}, "greater than 0"),
-    ],
-)
-def test_a_transfer_from_nowhere_is_refused(loaded: Callable[..., Config], change: Any, message: str) -> None:
-    assert message in refusal(loaded, put("phases.1.optimizer.width_transfer", change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"type": "LARS"}, "no rule for LARS"),
-        ({"type": "SGD", "width_transfer": {"width": 8, "limited_by": "signal"}}, "no rule for SGD limited by signal"),
-        ({"params": {"gradient_norm": 1.0}}, "gradient_norm shrinks with width what width_transfer keeps"),
-    ],
-)
-def test_what_no_rule_covers_is_refused(loaded: Callable[..., Config], change: Any, message: str) -> None:
-    whole = {"type": "AdamW", "width_transfer": {"width": 8}} | change
-    assert message in refusal(loaded, put("phases.1.optimizer", whole))
-
-
-def test_scaled_gradients_have_uneven_noise(loaded: Callable[..., Config]) -> None:
-    scaling = put("phases.1.privacy.scaling", {"source": "checkpoint", "path": "x", "public": True})
-    transfer = put("phases.1.optimizer.width_transfer.width", 8)
-    assert "needs equal noise on all weights" in refusal(loaded, scaling, transfer)
-    assert loaded(scaling, drop("phases.1.evaluation")).phases[1].privacy is not None
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"size": "r50x1"}, 'family "captioner" has no size "r50x1"; choose nano, tiny'),
@@ -285,3 +253,41 @@ def _hint(loaded: Callable[..., Config], limited_by: str = "noise", batch: int =
     )  # fmt: skip
     line = next(line for line in as_text(meaning(config)).splitlines() if "step's noise" in line)
     return line.partition("can be")[2]
+
+
+# The coordinate check under noise, as a test: what noise moves does not grow with width, and would without the
+# factors. Widths, pictures and keys are fixed, and slopes are far from both bounds on any processor.
+
+
+WIDTHS, BASE = (32, 64, 128, 256), 64
+FLAT, GROWS = 0.15, 0.35
+"""Bounds on slopes that should be 0 and 1/2."""
+NOISE = ("hidden noise features", "output noise logits")
+RATES = {"AdamW": 3e-3, "SGD": 1e-2}
+
+
+@pytest.fixture
+def slopes(benchmark: Callable[[str], ModuleType]) -> Callable[..., dict[str, float]]:
+    checks = benchmark("width_coordinates")
+
+    def measured(kind: Any, transfer: WidthTransfer | None) -> dict[str, float]:
+        params = OptimizerParams() if kind == "SGD" else OptimizerParams(betas=(0.9, 0.95))
+        optimizer = Optimizer(type=kind, params=params, width_transfer=transfer)
+        check = checks.Check(rate=RATES[kind])
+        told = [[checks.changes(width, optimizer, check, 0)] for width in WIDTHS]
+        return {name: each["slope"] for name, each in checks.summary(WIDTHS, told).items()}
+
+    return measured
+
+
+@pytest.mark.parametrize("kind", list(RATES))
+def test_what_noise_moves_stays_the_same_and_grows_without_the_factors(
+    slopes: Callable[..., dict[str, float]], kind: Any
+) -> None:
+    off, on = slopes(kind, None), slopes(kind, WidthTransfer(width=BASE))
+    for name in NOISE:
+        assert abs(on[name]) < FLAT and off[name] > GROWS, (name, on[name], off[name])
+    # Tokens, biases and norms need no factor, and have none.
+    assert abs(on["vectors noise features"]) < FLAT and abs(off["vectors noise features"]) < FLAT
+    # What signal does to the output through the matrices neither grows nor vanishes as features do.
+    assert off["hidden signal logits"] - on["hidden signal logits"] > 0.5
