@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -117,6 +118,7 @@ class Forked(subprocess.Popen[Any]):
     def _receive(self) -> None:
         message = self._answers.recv(1 << 20)
         if not message:
+            self.returncode = -signal.SIGKILL
             assert server().process.stdout is not None
             raise RuntimeError(f"the fork server has ended: {server().process.stdout.read()}")
         answer = json.loads(message)
