@@ -13,6 +13,7 @@ import pytest
 from murmuration.accounting.cli.main import main as account
 from murmuration.train.commands.dry_run import meaning
 from murmuration.train.config.load import load
+from tests.support import forking
 from tests.support.config_base import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     script = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments]
-    return subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    return forking.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path: Path) -> None:

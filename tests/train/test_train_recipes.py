@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -21,6 +20,7 @@ from murmuration.accounting.plan import RATE_DENOMINATOR, parse_delta, threshold
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, with_steps
+from tests.support import forking
 from tests.support.shipped_recipes import COUNTS, FILES, IMAGENET, PLANS, ROOT, SIGMAS, VARIANTS, private_phase
 
 PUBLIC = {f"pretrain_{body}" for body in ("vitb", "vitl", "vith", "r50x4", "r152x4")}
@@ -201,7 +201,7 @@ def test_pre_training_is_public_and_promises_nothing(name: str) -> None:
 
 def test_a_recipe_without_its_data_names_them_and_the_command_that_indexes_them() -> None:
     command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(FILES["dpcap_large"])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = forking.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert "phases.1.data.path" in line and "laion-2b-dedup" in line and "launch/prepare.py index" in line
