@@ -39,12 +39,14 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/basedpyright --level error
 
-# What starts no launcher shares the cores; runs of several processes then take turns. Tests start Python hundreds of
-# times: its compiled files are kept even where the environment forbids it.
+# What starts no launcher shares the cores; runs of several processes then take turns, and their threads do not wait for
+# each other by spinning. Tests start Python many times: its compiled files are kept even where the environment forbids
+# it.
 define run_tests
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q \
 	    -n auto --maxprocesses 8 --dist $(2) --ignore tests/end_to_end
-	@PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q tests/end_to_end
+	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive PATH="$(BIN):$$PATH" \
+	    $(BIN)/python -m pytest -m $(1) -q tests/end_to_end
 endef
 
 # What the privacy claim rests on, in minutes: tests/conftest.py names it.
