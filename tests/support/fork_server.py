@@ -36,7 +36,8 @@ NEEDED = (
     "murmuration.launch.prepare",
     # What these import once they have begun: DeepSpeed's engine for its optimizers all that compiles.
     "deepspeed.runtime.zero.muon.muon_optimizer", "dp_accounting.pld.common", "scipy.stats", "matplotlib.pyplot",
-    "torch.utils.tensorboard", "murmuration.train.commands.dry_run", "murmuration.train.self_test.self_test",
+    "torch.utils.tensorboard", "threadpoolctl", "murmuration.train.commands.dry_run",
+    "murmuration.train.self_test.self_test",
 )  # fmt: skip
 KINDS = ("write", "fsync", "pread", "replace", "rename", "mkdir")
 CELL = 8
@@ -244,10 +245,11 @@ def become(job: Job, reply: socket.socket) -> None:
         resource.setrlimit(int(limit), (most, most))
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:  # whose default follows the environment at its import
-        threads = job["env"].get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
-        sys.modules["torch"].set_num_threads(int(threads))
-        sys.modules["torch"].seed()
+        threads = int(job["env"].get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+        importlib.import_module("threadpoolctl").threadpool_limits(threads)  # of OpenBLAS, by which sums are rounded
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)
+            sys.modules["torch"].seed()
     random.seed()
     if job["hold_after_opened"] is not None:
         held(job["hold_after_opened"])

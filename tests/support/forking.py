@@ -38,7 +38,7 @@ READ_AT_IMPORT = (
 
 # With one thread no library starts others at import; a forked process takes as many as it would have, and they do not
 # wait for each other by turning round.
-AT_IMPORT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+AT_IMPORT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "OPENBLAS_THREAD_TIMEOUT": "4"}
 
 
 class Server:
