@@ -194,7 +194,6 @@ def lead(job: Job, reply: socket.socket) -> int:
             world = str(ranks)
             job["env"] |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
             job["env"] |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
-            job["env"].setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
             reply.close()
             watched(counts, rank, job["kill"])
             return rank
