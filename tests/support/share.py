@@ -28,7 +28,8 @@ class Share:
         for item in items:
             files[item.nodeid.partition("::")[0]].append(item)
         sums = {name: sum(costs[item] for item in held) for name, held in files.items()}
-        mine = {item for name in dealt(sums, self.shares)[self.number] for item in files[name]}
+        parts = dealt(sums, max(1, min(self.shares, len(files))))  # none is empty: pytest fails without a test
+        mine = {item for name in parts[self.number % len(parts)] for item in files[name]}
         mine |= {
             min(held, key=lambda item: costs[item]) for held in files.values() if held[0].path.match("end_to_end/*")
         }
