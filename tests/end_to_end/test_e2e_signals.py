@@ -53,9 +53,11 @@ def test_a_deadline_stops_and_saves(whole: Path, launch: Make) -> None:
 @pytest.mark.slow
 def test_a_frozen_rank_ends_the_job_with_its_number_and_not_in_a_hang(whole: Path, launch: Make) -> None:
     job, run_dir = launch("frozen", toy)
+    job.arguments = ["--set", "run.stall_seconds=20"]
     running = job.start(hold_after_opened=3, together=False)
     wait_for(lambda: len(opened_steps(run_dir)) >= 3, running)
     os.kill(running.pids[1], signal.SIGSTOP)
+    os.kill(running.pids[0], signal.SIGCONT)
     try:
         wait_for(lambda: not alive(running.pids[0]), running)
     finally:
@@ -64,6 +66,7 @@ def test_a_frozen_rank_ends_the_job_with_its_number_and_not_in_a_hang(whole: Pat
     assert ended.codes == [75, -9], ended.output
     assert "rank 1 gave no sign of life" in ended.output and "run.stall_seconds" in ended.output, ended.output
     assert state_of(run_dir) == "stopped, resume me"
+    job.arguments = []
     finish(job)
     nothing_lost_and_nothing_twice(run_dir, whole)
 

@@ -85,11 +85,14 @@ def watched(counts: Counts, rank: int, kill: dict[str, Any] | None) -> None:
 
 
 def held(opened: int) -> None:
-    """The rank that keeps the ledger waits once so many steps are open: until it is killed, or asked to stop."""
+    """The rank that keeps the ledger waits once so many steps are open: until it is killed, asked to stop, or
+    sent SIGCONT."""
     from murmuration.accounting.ledger.journal import Journal
     from murmuration.train.distributed.stop import StopRequest
 
     requests: list[StopRequest] = []
+    released: list[int] = []
+    signal.signal(signal.SIGCONT, lambda number, frame: released.append(number))
     begin, open_step = StopRequest.__init__, Journal.open_step
 
     def begun(self: StopRequest, *arguments: Any, **options: Any) -> None:
@@ -100,8 +103,8 @@ def held(opened: int) -> None:
         open_step(self, *arguments, **options)
         if len(self.history.opened) >= opened:
             self.settle()  # the test reads the file
-            while not any(request.raised() for request in requests):
-                time.sleep(0.005)
+            while not released and not any(request.raised() for request in requests):
+                time.sleep(0.02)
 
     StopRequest.__init__, Journal.open_step = begun, waiting
 
