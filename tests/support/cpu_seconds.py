@@ -52,6 +52,8 @@ class CPUSeconds:
         self.write(test=item.nodeid.removeprefix("tests/"), group=group_of(item), seconds=round(seconds, 2))
         return result
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.pluginmanager.hasplugin("dsession"):
+            return  # its children are workers, which have written their own lines
         around = spent() + forking.own_seconds() - self.in_tests
         self.write(test=None, group="start and imports", seconds=round(around, 2))

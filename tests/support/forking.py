@@ -149,9 +149,9 @@ def start(
     hold_after_opened: int | None = None, kill: dict[str, Any] | None = None, together: bool = True, **options: Any,
 ) -> Forked:  # fmt: skip
     """`options`: those of `subprocess.Popen`. `limits`: of `setrlimit`, by their number. `hold_after_opened`: the rank
-    that keeps the ledger waits once so many steps were opened, until it is killed, asked to stop or sent SIGCONT. `kill`
-    names a rank and the so-manieth operation of a kind, before or after which it is killed. `together`: when a rank
-    fails, all end."""
+    that keeps the ledger waits once so many steps were opened, until it is killed, asked to stop or sent SIGCONT.
+    `kill` names a rank and the so-manieth operation of a kind, before or after which it is killed. `together`: when a
+    rank fails, all end."""
     job = {
         "ranks": ranks, "port": free_port() if ranks else None, "limits": dict(limits or {}), "kill": kill,
         "together": together, "hold_after_opened": hold_after_opened,
