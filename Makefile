@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-slow | test-kernels | fuzz | mutate | lint.
+# make setup | demo | test | test-full | test-slow | test-kernels | test-times | fuzz | mutate | lint.
 # Each creates .venv if it is missing; nothing need be set up before.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -19,7 +19,7 @@ READY := .venv/.ready
 # What the model of the demo writes below pictures that it has not seen.
 CAPTIONS := runs/demo/captions
 
-.PHONY: setup demo test test-full test-slow test-kernels fuzz mutate lint
+.PHONY: setup demo test test-core test-rest test-full test-slow test-kernels test-times fuzz mutate lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -39,20 +39,26 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/basedpyright --level error
 
-# What starts no launcher shares the cores; runs of several processes then take turns. Tests start Python hundreds of
-# times: its compiled files are kept even where the environment forbids it.
+# What starts no launcher shares the cores; runs of several processes then take turns, and their threads do not wait for
+# each other by spinning. Tests start Python many times: its compiled files are kept even where the environment forbids
+# it.
 define run_tests
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q \
 	    -n auto --maxprocesses 8 --dist $(2) --ignore tests/end_to_end
-	@PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q tests/end_to_end
+	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive PATH="$(BIN):$$PATH" \
+	    $(BIN)/python -m pytest -m $(1) -q tests/end_to_end
 endef
 
 # What the privacy claim rests on, in minutes: tests/conftest.py names it.
-test: lint
+test: lint test-core
+
+test-core: $(READY)
 	$(call run_tests,"core and not slow",worksteal)
 
 # Everything but the slow tests: the core, then the rest.
-test-full: test
+test-full: test test-rest
+
+test-rest: $(READY)
 	$(call run_tests,"not core and not slow",loadfile)
 
 # Which kernels PyTorch, oneDNN, MKL, OpenBLAS and NumPy take depends on the processor, and they add and round in other
@@ -66,6 +72,11 @@ KERNEL_TESTS := tests/accounting/test_acc_composition.py $(addprefix tests/train
 test-kernels: $(READY)
 	@OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
 	    -m "not slow" -q -n auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS)
+
+# Thirty dearest tests by processor seconds, and the sum of each group; WRITE=--write makes tests/times.json anew.
+WRITE ?=
+test-times: $(READY)
+	@$(BIN)/python -m tests.times $(WRITE)
 
 test-slow: $(READY)
 	$(call run_tests,"slow",loadfile)

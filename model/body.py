@@ -67,7 +67,8 @@ class HuggingFaceBody(Body):
     def __init__(self, named: Named, image_size: int) -> None:
         del image_size  # its config says it
         super().__init__()
-        from transformers import AutoConfig, AutoModelForImageClassification
+        from transformers.models.auto.configuration_auto import AutoConfig
+        from transformers.models.auto.modeling_auto import AutoModelForImageClassification
 
         given = named.arguments
         try:

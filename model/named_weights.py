@@ -57,7 +57,7 @@ def _filtered(state: dict[str, Tensor], net: nn.Module, report: LoadReport) -> M
 
 
 def hugging_face_entries(path: Path, body: Body, named: Named, report: LoadReport) -> WeightEntries:
-    from transformers import AutoModelForImageClassification
+    from transformers.models.auto.modeling_auto import AutoModelForImageClassification
     from transformers.utils import logging
 
     config: Any = body.net.config

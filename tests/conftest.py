@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support import cpu_seconds, share
 
 # No test may fail because the machine was slow, or by chance: with `search`, hypothesis draws other examples each time.
 for profile, repeated in (("suite", True), ("search", False)):
@@ -67,10 +70,14 @@ WHOLLY = {TESTS / name for names in CORE_FILES.values() for name in names}
 PARTLY = {TESTS / name for name in PARTLY_CORE_FILES}
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     lost = sorted(str(path) for path in WHOLLY | PARTLY if not path.exists())
     if lost:
         raise pytest.UsageError(f"tests/conftest.py names core files that do not exist: {', '.join(lost)}")
+    if cpu_seconds.WANTED in os.environ:
+        config.pluginmanager.register(cpu_seconds.CPUSeconds(Path(os.environ[cpu_seconds.WANTED])))
+    if share.WANTED in os.environ:
+        config.pluginmanager.register(share.Share(os.environ[share.WANTED]))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

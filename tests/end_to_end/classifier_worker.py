@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: the self-test of fresh classifiers at every ZeRO stage and with FSDP2."""
+"""Run by several ranks: the self-test of fresh classifiers at every ZeRO stage and with FSDP2."""
 
 from __future__ import annotations
 

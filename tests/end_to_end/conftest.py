@@ -1,27 +1,24 @@
-"""Real launches: small shards, a small config derived from the demo's, and commands as a user would type them."""
+"""Launches: small shards, a small config derived from the demo's, and commands as a user would type them."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment
-
-if TYPE_CHECKING:
-    from tests.support.warm import WarmLauncher
 
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small_data")
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(folder)]
-    subprocess.run(
+    forking.run(
         [*command, "--private", "600", "--held-out", "64", "--textures", "200"],
         check=True, env=environment(), capture_output=True,
     )  # fmt: skip
@@ -68,27 +65,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_config: dict[str, A
     """An uninterrupted run by `deepspeed`, from a folder that is not the repository's; and what it printed."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "whole.json").write_text(json.dumps(small_config))
-    code, output = Launch(folder / "whole.json", folder).run()
+    code, output = Launch(folder / "whole.json", folder, launcher="deepspeed").run()
     assert code == 0, output
     return folder / "runs" / "whole", output
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[WarmLauncher]:
-    from tests.support.warm import WarmLauncher
-
-    launcher = WarmLauncher()
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture(scope="session")
-def whole(warm: WarmLauncher, small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(small_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy run, never interrupted."""
     from tests.support.runs import toy
 
     folder = tmp_path_factory.mktemp("whole")
     job, run_dir = Launch.written(small_config, folder, "whole", toy)
-    ended = warm.run(job.config, folder)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
     return run_dir

@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: ways in which DeepSpeed loses, scales or misplaces a sum or its noise without an error.
+"""Run by several ranks: ways in which DeepSpeed loses, scales or misplaces a sum or its noise without an error.
 
 Each is provoked in the real thing, past the config loader that refuses it, and must be stopped by the engine's guard.
 """

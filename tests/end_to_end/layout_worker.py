@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: checkpoints that DeepSpeed itself writes are read here, and ours by DeepSpeed."""
+"""Run by several ranks: checkpoints that DeepSpeed itself writes are read here, and ours by DeepSpeed."""
 
 from __future__ import annotations
 

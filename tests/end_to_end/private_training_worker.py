@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: the library trains a module of one's own on every sharded engine, stops, and continues."""
+"""Run by several ranks: the library trains a module of one's own on every sharded engine, stops, and continues."""
 
 from __future__ import annotations
 

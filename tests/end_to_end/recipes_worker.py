@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: every shipped recipe at toy size, each through what stands behind the command line.
+"""Run by several ranks: every shipped recipe at toy size, each through what stands behind the command line.
 
 `recipes_worker.py begin DATA RUNS NAME …` trains them in this order, and stops the private ones after a few steps;
 `resume` goes on with those.

@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: the reduced clipped sum against brute force, and the trajectory against plain PyTorch.
+"""Run by several ranks: the reduced clipped sum against brute force, and the trajectory against plain PyTorch.
 
 The brute force below loops over batches of one and takes nothing from train/ but what is under test.
 """

@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: the self-test where weights are sharded, honest and with gradients that are 3 % too small.
+"""Run by several ranks: the self-test where weights are sharded, honest and with gradients that are 3 % too small.
 
 Too small, because what is too large moves the sum by more than C, which the self-test sees without any reference.
 """

@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: every ZeRO stage and FSDP2, precision and optimizer against one textbook trajectory.
+"""Run by several ranks: every ZeRO stage and FSDP2, precision and optimizer against one textbook trajectory.
 
 The draws are Poisson, so ranks get uneven numbers of records and padding, and one step draws nothing at all. The
 textbook holds whole tensors in one process, loops over single records in fp32 and knows nothing of shards.

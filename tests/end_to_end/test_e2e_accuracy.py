@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from murmuration.data.synthetic.index import shape_samples
+from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, opened_steps
 from tests.support.runs import state_of
-from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 COLOURS = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink"]
@@ -37,7 +36,7 @@ def class_folders(root: Path, name: str, usable: bool, seed: int = 21) -> Path:
         count[colour] += 1
     assert set(count.values()) == {EACH}
     index = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(folder)]
-    subprocess.run(index, check=True, env=environment(), capture_output=True)
+    forking.run(index, check=True, env=environment(), capture_output=True)
     return folder
 
 
@@ -122,7 +121,7 @@ def test_records_of_which_none_can_be_measured_are_refused_before_anything_is_wr
     assert code == 2 and 'has single images, which have no field "colour"' in output, output
 
 
-def test_a_classifier_shows_top_1_top_5_and_real(warm: WarmLauncher, launch: Make, folders: Path) -> None:
+def test_a_classifier_shows_top_1_top_5_and_real(launch: Make, folders: Path) -> None:
     def classifier(config: dict[str, Any]) -> None:
         (private,) = config["phases"][1:]
         config["phases"] = [private]
@@ -144,7 +143,7 @@ def test_a_classifier_shows_top_1_top_5_and_real(warm: WarmLauncher, launch: Mak
 
     class_folders(folders, "protected", usable=True, seed=22)
     job, run_dir = launch("classifier", classifier)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     output = ended.output
     assert ended.codes == [0, 0], output
     curves = board(run_dir)

@@ -54,7 +54,7 @@ def test_stopped_adaptive_clipping_ends_where_it_would_have_and_a_kill_begins_a_
     assert verify(whole_dir).epsilon > 0
 
     stopped, stopped_dir = launch("stopped", adaptive)
-    process = stopped.start()
+    process = stopped.start(hold_after_opened=6)
     wait_for(lambda: 6 in opened_steps(stopped_dir), process)
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=TIMEOUT)
@@ -65,7 +65,7 @@ def test_stopped_adaptive_clipping_ends_where_it_would_have_and_a_kill_begins_a_
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
     killed, killed_dir = launch("killed", adaptive)
-    process = killed.start()
+    process = killed.start(hold_after_opened=7)
     wait_for(lambda: 7 in opened_steps(killed_dir), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=TIMEOUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.history import History
+from tests.support import forking
 from tests.support.launching import ROOT, TIMEOUT, Launch, committed, environment, ledger_lines
 from tests.support.runs import SMALL_STEPS, account, final_weights
 
@@ -30,7 +30,7 @@ def test_two_processes_killed_within_an_epoch_draw_what_one_draws_and_pay_once(l
     alone_job, alone = launch("alone", launcher="python", arguments=[*ALLOCATED, "--set", 'run.engine="local"'])
     code, output = alone_job.run()
     assert code == 0, output
-    job, run_dir = launch("two", launcher="deepspeed", arguments=ALLOCATED)
+    job, run_dir = launch("two", arguments=ALLOCATED)
     job.killed(run_dir, SAVED + 1)
     code, output = job.run()
     assert code == 0, output
@@ -75,5 +75,5 @@ def test_a_new_segment_within_an_epoch_pays_for_that_epoch_again(launch: Make) -
 def test_what_an_audit_cannot_do_is_refused_in_a_sentence(launch: Make, kind: list[str], words: str) -> None:
     job, _ = launch("audited")
     command = [sys.executable, str(ROOT / "launch" / "audit.py"), *kind, "--config", str(job.config), *ALLOCATED[:4]]
-    done = subprocess.run(command, cwd=job.cwd, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
+    done = forking.run(command, cwd=job.cwd, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
     assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,8 @@ from tests.end_to_end.audit_toy import (
     toy_divisor,
     toy_plan,
 )
-from tests.support.launching import BIN, ROOT, TIMEOUT, environment, free_port
+from tests.support import forking
+from tests.support.launching import ROOT, TIMEOUT, environment
 from tests.support.train_helpers import Toy, alone
 
 RATE, RECORDS, DRAWS = 0.25, 400, 40
@@ -310,10 +310,9 @@ def test_a_divisor_that_leaks_or_is_wrong_is_caught(
 
 
 def audit_command(config: Path, *arguments: str, ranks: int = 2) -> tuple[int, dict[str, Any], str]:
-    script = [str(ROOT / "launch" / "audit.py"), "--config", str(config), "--json", *arguments]
-    head = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(ranks)]
-    done = subprocess.run(
-        [*head, *script], cwd=config.parent, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
+    command = [sys.executable, str(ROOT / "launch" / "audit.py"), "--config", str(config), "--json", *arguments]
+    done = forking.run(
+        command, ranks=ranks, cwd=config.parent, env=environment(), capture_output=True, text=True, timeout=TIMEOUT
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"phase"')]
     assert lines, done.stdout + done.stderr
@@ -392,7 +391,7 @@ def test_an_audit_draws_the_noise_that_the_config_names(small_file: Path) -> Non
     show(found)
     assert code == 0 and found["refuted"] == [], output
     command = [sys.executable, str(ROOT / "launch" / "audit.py"), "--config", str(small_file), *exact]
-    refused = subprocess.run(
+    refused = forking.run(
         [*command, "--noise-scale", "0.3"], cwd=small_file.parent, env=environment(), capture_output=True, text=True
     )
     assert refused.returncode == 2 and "weakens AES noise only" in refused.stderr, refused.stderr
@@ -423,7 +422,7 @@ def test_what_makes_no_audit_is_refused_in_one_sentence(tmp_path: Path, capsys: 
 
 def test_a_training_run_knows_no_way_to_weaken_its_noise(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(ROOT / "ds_configs" / "demo.json")]
-    done = subprocess.run(
+    done = forking.run(
         [*script, "--noise-scale", "0.3"],
         cwd=tmp_path,
         env=environment(),

@@ -52,7 +52,7 @@ def _config(data: Path) -> dict[str, Any]:
 def test_unusable_records_are_listed_at_checkpoints_and_once(tmp_path: Path) -> None:
     job, run_dir = Launch.written(_config(_shards(tmp_path / "data")), tmp_path, "bad", launcher="python")
     listed = run_dir / "logs" / "private" / "bad-records-rank0.jsonl"
-    process = job.start()
+    process = job.start(hold_after_opened=6)
     wait_for(listed.exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     output = process.communicate()[0]

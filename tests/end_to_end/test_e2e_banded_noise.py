@@ -32,8 +32,7 @@ def alone(launch: Make) -> Path:
 
 @pytest.mark.parametrize("layout", ["ZeRO-1", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LAYOUTS)[1:])])
 def test_two_processes_that_stop_in_a_block_add_what_one_adds(launch: Make, alone: Path, layout: str) -> None:
-    launcher, more = LAYOUTS[layout]
-    job, run_dir = launch("two", launcher=launcher, arguments=[*BANDED, *more])
+    job, run_dir = launch("two", arguments=[*BANDED, *LAYOUTS[layout]])
     job.stopped(run_dir, 5)
     code, output = job.run()
     assert code == 0, output
@@ -66,12 +65,11 @@ def test_two_processes_killed_in_the_middle_of_a_block_add_the_noise_that_they_w
 ) -> None:
     """Checkpoints after steps 5 and 10, blocks of 1 to 4, 5 to 8 and 9 to 12. Killed before the first checkpoint, and
     behind step 5 in the middle of its block, whose first draw is of a key that the checkpoint has kept for it."""
-    launcher, more = LAYOUTS[layout]
-    whole, straight = launch("whole", launcher=launcher, arguments=[*BANDED, *more])
+    whole, straight = launch("whole", arguments=[*BANDED, *LAYOUTS[layout]])
     code, output = whole.run()
     assert code == 0, output
 
-    job, run_dir = launch("killed", launcher=launcher, arguments=[*BANDED, *more])
+    job, run_dir = launch("killed", arguments=[*BANDED, *LAYOUTS[layout]])
     for opened in (3, 7):
         job.killed(run_dir, opened)
         assert len(opened_steps(run_dir)) < SMALL_STEPS, "it was over before it could be killed"

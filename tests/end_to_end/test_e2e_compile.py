@@ -33,7 +33,7 @@ def test_a_compiled_public_phase_trains_the_same_weights(
         warm = config["phases"][0]  # the monitor differentiates twice, which compiled code cannot
         warm["monitor"] = {"path": warm["data"]["path"], "public": True, "records": 16, "probes": 1}
 
-    job, run_dir = launch("compiling", compiled, launcher="deepspeed" if engine == "deepspeed" else "torchrun")
+    job, run_dir = launch("compiling", compiled)
     code, output = job.run()
     assert code == 0, output
     assert list((tmp_path / "compiled").rglob("*.py")), "what the compiler wrote"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from murmuration.train.storage.checkpoint import Checkpoints, Loaded
+from tests.support import forking
 from tests.support.launching import ROOT, Launch, opened_steps
 from tests.support.runs import SMALL_STEPS, account, different, state_of
-from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -87,23 +86,21 @@ def test_the_non_private_twin_says_so_everywhere_and_keeps_private_losses_privat
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_exported_and_claims_what_was_planned(
-    warm: WarmLauncher, launch: Make, tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_is_exported_and_claims_what_was_planned(launch: Make, tmp_path: Path) -> None:
     def choosy(config: dict[str, Any]) -> None:
         config["run"] |= {"keep_best": "public_loss", "keep_checkpoints": 1}
         # So fast that the loss on public records rises again.
         config["phases"][1]["schedule"] |= {"peak": 0.5, "warmup": 0}
 
     job, run_dir = launch("choosy", choosy)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0] and "checkpoints are kept by their public_loss" in ended.output, ended.output
     losses = {entry.step: entry.public["public_loss"] for entry in Checkpoints.listed(run_dir / "checkpoints")}
     best = min(losses, key=lambda step: losses[step])
     assert best != max(losses), f"the test needs a best one that is not the last: {losses}"
     script = [sys.executable, str(ROOT / "launch" / "export.py"), str(run_dir)]
     for name, options, step in (("best", ["--best"], best), ("last", [], max(losses))):
-        done = subprocess.run([*script, str(tmp_path / name), *options], capture_output=True, text=True)
+        done = forking.run([*script, str(tmp_path / name), *options], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         kept = load_file(tmp_path / name / "model.safetensors")
         stored = Loaded.open(

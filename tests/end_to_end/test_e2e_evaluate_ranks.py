@@ -16,9 +16,10 @@ from timm.models._hub import save_for_hf
 
 from murmuration.train.evaluate.answers import MicroBatchAnswers
 from murmuration.train.storage.feature_store import PRESENT, RowWriter
+from tests.support import forking
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, saved, shards, tokenizer
 from tests.support.foreign_models import timm_vit
-from tests.support.launching import BIN, ROOT, TIMEOUT, environment, free_port
+from tests.support.launching import ROOT, TIMEOUT, by_launcher, environment
 from tests.support.published import dpcap, vip_mae
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
@@ -65,13 +66,13 @@ def by_two(launcher: str, arguments: list[Any], script: Path = EVALUATE) -> tupl
 
 
 def by_several(ranks: int, launcher: str, arguments: list[Any], script: Path) -> tuple[int, str]:
-    count = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
-    head = [BIN / launcher, "--master_port", free_port(), count, ranks, script]
-    given = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        list(map(str, [*head, *arguments, "--workers", 0])), env=given, text=True, timeout=TIMEOUT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    command = by_launcher(launcher, ranks, list(map(str, [script, *arguments, "--workers", 0])))
+    env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    if launcher == "forked":
+        done = forking.run(command, ranks=ranks, env=env, timeout=TIMEOUT, **streams)
+    else:
+        done = subprocess.run(command, env=env, timeout=TIMEOUT, **streams)
     return done.returncode, done.stdout
 
 
@@ -160,7 +161,7 @@ def test_every_other_protocol_of_two_processes_is_that_of_one(world: Path, tmp_p
     (tmp_path / "several.py").write_text(SEVERAL)
     commands = other_protocols(world, tmp_path / "two")
     (tmp_path / "commands.json").write_text(json.dumps(list(commands.values())))
-    code, output = by_two("torchrun", [tmp_path / "commands.json"], tmp_path / "several.py")
+    code, output = by_two("forked", [tmp_path / "commands.json"], tmp_path / "several.py")
     assert code == 0, output
     for name, command in other_protocols(world, tmp_path / "one").items():
         assert evaluate(*command) == 0
@@ -188,7 +189,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_captions_of_two_processes_of_which_one_is_killed_are_ended_by_one(world: Path, tmp_path: Path) -> None:
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
-    code, output = by_two("torchrun", ["killed", *asked(world, "caption", tmp_path / "two")], tmp_path / "sabotage.py")
+    code, output = by_two("forked", ["killed", *asked(world, "caption", tmp_path / "two")], tmp_path / "sabotage.py")
     assert code != 0 and not (tmp_path / "two" / "result.json").exists(), output
     files = sorted((tmp_path / "two" / "progress").iterdir())
     assert [path.suffixes[0] for path in files] == [".0", ".1"]
@@ -203,7 +204,7 @@ def test_captions_of_two_processes_of_which_one_is_killed_are_ended_by_one(world
 
 def test_a_rank_that_fails_ends_both_with_its_sentence(world: Path, tmp_path: Path) -> None:
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
-    code, output = by_two("torchrun", ["fails", *asked(world, "caption", tmp_path / "two")], tmp_path / "sabotage.py")
+    code, output = by_two("forked", ["fails", *asked(world, "caption", tmp_path / "two")], tmp_path / "sabotage.py")
     assert code != 0 and not (tmp_path / "two" / "result.json").exists()
     assert output.count("error: this rank's disk is on fire; put it out") == 1, output
     assert "line" not in output.partition("torch/distributed/elastic")[0], "a traceback of ours"

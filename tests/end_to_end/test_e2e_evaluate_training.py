@@ -65,7 +65,7 @@ def test_two_processes_fine_tune_what_one_does_and_continue_what_one_began(
     monkeypatch.setattr(TrainingState, "save", stopping)
     assert evaluate(*arguments, "--out", tmp_path / "two") == 75
     assert torch.load(tmp_path / "two" / "fine_tune.pt", weights_only=True)["epoch"] == 1
-    code, output = by_two("torchrun", [*arguments, "--out", tmp_path / "two"])
+    code, output = by_two("forked", [*arguments, "--out", tmp_path / "two"])
     assert code == 0 and output.count("top-1: ") == 1, output
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert result(tmp_path / "one")["numbers"].keys() == result(tmp_path / "two")["numbers"].keys()
@@ -79,7 +79,7 @@ def test_two_processes_fine_tune_what_one_does_and_continue_what_one_began(
 @pytest.mark.slow
 def test_draws_of_two_processes_are_those_of_one(world: Path, tmp_path: Path) -> None:
     arguments = asked(world, "fine-tune", "--batch", 10, "--shots", 2, "--draws", 2)
-    code, output = by_two("deepspeed", [*arguments, "--out", tmp_path / "two"])
+    code, output = by_two("forked", [*arguments, "--out", tmp_path / "two"])
     assert code == 0, output
     assert evaluate(*arguments, "--out", tmp_path / "one") == 0
     one, two = (result(tmp_path / name) for name in ("one", "two"))
@@ -116,7 +116,7 @@ def test_two_processes_train_what_one_does(world: Path, tmp_path: Path, protocol
     # Five pictures in micro-batches of two: one process has more than the other, and the last picture is left out.
     arguments = asked(world, protocol, "--batch", 7, "--micro-batch", 2, "--channels", 16)
     for name, ranks in (("one", 1), ("two", 2)):
-        code, output = by_several(ranks, "torchrun", [*arguments, "--out", tmp_path / name], script)
+        code, output = by_several(ranks, "forked", [*arguments, "--out", tmp_path / name], script)
         assert code == 0, output
     one, two = (result(tmp_path / name) for name in ("one", "two"))
     assert one["settings"] == two["settings"] and one["numbers"].keys() == two["numbers"].keys()

@@ -34,11 +34,11 @@ def alone(launch: Make) -> Path:
 
 
 LAYOUTS = {
-    "ZeRO-1": ("deepspeed", ["--set", "zero_optimization.stage=1"]),
-    "ZeRO-0": ("deepspeed", ["--set", "zero_optimization.stage=0"]),
-    "ZeRO-2": ("deepspeed", ["--set", "zero_optimization.stage=2"]),
-    "ZeRO-3": ("deepspeed", ["--set", "zero_optimization.stage=3"]),
-    "FSDP2": ("torchrun", ["--set", 'run.engine="fsdp2"']),
+    "ZeRO-1": ["--set", "zero_optimization.stage=1"],
+    "ZeRO-0": ["--set", "zero_optimization.stage=0"],
+    "ZeRO-2": ["--set", "zero_optimization.stage=2"],
+    "ZeRO-3": ["--set", "zero_optimization.stage=3"],
+    "FSDP2": ["--set", 'run.engine="fsdp2"'],
 }
 
 
@@ -46,8 +46,7 @@ LAYOUTS = {
 def test_two_processes_draw_what_one_draws_and_the_certificate_says_exact(
     launch: Make, alone: Path, layout: str
 ) -> None:
-    launcher, more = LAYOUTS[layout]
-    job, run_dir = launch("two", launcher=launcher, arguments=[*EXACT, *more])
+    job, run_dir = launch("two", arguments=[*EXACT, *LAYOUTS[layout]])
     job.stopped(run_dir, 5)
     code, output = job.run()
     assert code == 0, output

@@ -19,7 +19,7 @@ Make = Callable[..., tuple[Launch, Path]]
 
 @pytest.mark.slow
 def test_a_list_made_after_a_run_began_must_be_declared(launch: Make, small_data: Path, tmp_path: Path) -> None:
-    """Synthetic source, CLIP's words, real launcher. n stays what it was; who takes part is as much a part of the
+    """Synthetic source, CLIP's words. n stays what it was; who takes part is as much a part of the
     phase's identity as its config."""
     records = tmp_path / "records"
     shutil.copytree(small_data / "private", records)
@@ -32,7 +32,7 @@ def test_a_list_made_after_a_run_began_must_be_declared(launch: Make, small_data
         private.pop("evaluation")
 
     run, run_dir = launch("filtered", change)
-    process = run.start()
+    process = run.start(hold_after_opened=2)
     wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
     (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=TIMEOUT)

@@ -108,7 +108,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shards(root / "held", 20)
     with pytest.MonkeyPatch.context() as patch:
         for kind in KINDS:
-            launcher = "deepspeed" if kind == "caption" else "python"
+            launcher = "forked" if kind == "caption" else "python"
             job, run_dir = Launch.written(config(kind, root), root, kind, launcher=launcher)
             code, output = job.run()
             assert code == 0, output

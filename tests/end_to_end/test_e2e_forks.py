@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.sibling_runs import LOG
+from tests.support import forking
 from tests.support.evaluation_world import class_folders
 from tests.support.hostile_files import blank_a_picture
 from tests.support.launching import ROOT, TIMEOUT, Launch, environment, opened_steps, wait_for
@@ -49,7 +49,7 @@ def own_data(small_data: Path, tmp_path: Path) -> Callable[[dict[str, Any]], Non
 
 def until(job: Launch, run_dir: Path, step: int) -> None:
     """Trains to about this step, and stops as a user would."""
-    process = job.start()
+    process = job.start(hold_after_opened=step)
     wait_for(lambda: max(opened_steps(run_dir), default=0) >= step, process)
     (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=TIMEOUT)
@@ -103,7 +103,7 @@ def test_a_copy_and_a_restored_ledger_hide_nothing(launch: Make, own_data: Any, 
 
 def test_later_runs_are_held_to_the_budget_of_the_records(launch: Make, own_data: Any, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(tmp_path / "records"), "--budget", "5"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = forking.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "budget of ε = 5" in done.stdout, done.stdout + done.stderr
     job, run_dir = launch("greedy", own_data, launcher="python", arguments=LOCAL)
     code, output = job.run()
@@ -123,7 +123,7 @@ def test_a_record_that_was_blanked_meets_no_old_noise(launch: Make, own_data: An
         config["run"]["checkpoint_every"] = 100
 
     job, run_dir = launch("blanked", late, launcher="python", arguments=LOCAL)
-    process = job.start()
+    process = job.start(hold_after_opened=3)
     wait_for(lambda: max(opened_steps(run_dir), default=0) >= 3, process)
     process.kill()
     process.communicate(timeout=TIMEOUT)
@@ -149,7 +149,7 @@ def test_steps_on_pictures_of_which_only_sizes_are_known_are_charged_twice(
     """Nothing could tell that a picture was blanked before its steps are made again, so they get other keys."""
     pictures = class_folders(tmp_path / "pictures", 40)
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(pictures)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = forking.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
     def late(config: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def test_steps_on_pictures_of_which_only_sizes_are_known_are_charged_twice(
         private["data"] = {"path": str(pictures), "augment": "random_resized_crop", "reading": {"workers": 0}}
 
     job, run_dir = launch("sizes", late, launcher="python", arguments=LOCAL)
-    process = job.start()
+    process = job.start(hold_after_opened=3)
     wait_for(lambda: max(opened_steps(run_dir), default=0) >= 3, process)
     process.kill()
     process.communicate(timeout=TIMEOUT)

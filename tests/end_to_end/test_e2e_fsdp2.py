@@ -71,20 +71,20 @@ def test_the_dry_run_names_the_engine(launch: Make) -> None:
 @pytest.mark.slow
 def test_a_run_stopped_under_fsdp2_goes_on_under_deepspeed_to_the_same_weights(launch: Make) -> None:
     """But for what FSDP2's windows round: three micro-batches of a rank are added up in fp32, here in fp64."""
-    whole, whole_dir = launch("whole", launcher="torchrun", arguments=["--set", "run.engine=fsdp2"])
+    whole, whole_dir = launch("whole", arguments=["--set", "run.engine=fsdp2"])
     code, output = whole.run()
     assert code == 0, output
     assert json.loads((whole_dir / "certificate.json").read_text())["engine"].startswith("FSDP2")
 
-    job, run_dir = launch("changing", launcher="torchrun", arguments=["--set", "run.engine=fsdp2"])
-    process = job.start()
+    job, run_dir = launch("changing", arguments=["--set", "run.engine=fsdp2"])
+    process = job.start(hold_after_opened=5)
     wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
     (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=TIMEOUT)
     assert json.loads((run_dir / "run_state.json").read_text())["status"] == "stopped, resume me", output
     assert 5 <= len(opened_steps(run_dir)) < SMALL_STEPS, "it was over before it could be stopped"
 
-    job.launcher, job.arguments = "deepspeed", []
+    job.arguments = []
     code, output = job.run()
     assert code == 0, output
     assert opened_steps(run_dir) == list(range(1, SMALL_STEPS + 1)), "a step is missing or was charged twice"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from murmuration.model.classifier import Classifier
 from murmuration.model.settings import ModelSettings
 from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import merged, select
+from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines
 from tests.support.runs import final_weights
 
@@ -37,7 +37,7 @@ def folders(root: Path, name: str, seed: int, count: int) -> Path:
         group.mkdir(parents=True, exist_ok=True)
         (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
     index = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(root / name)]
-    subprocess.run(index, check=True, env=environment(), capture_output=True)
+    forking.run(index, check=True, env=environment(), capture_output=True)
     return root / name
 
 
@@ -107,7 +107,7 @@ def test_the_sums_are_those_of_the_records_with_the_planned_noise(finished: Path
 def test_it_has_learned_and_its_export_is_an_ordinary_classifier(finished: Path, tmp_path: Path) -> None:
     assert top_1(finished) > 3 / CLASSES, "colours are told apart by their features, three times as often as by chance"
     export = [sys.executable, str(ROOT / "launch" / "export.py"), str(finished), str(tmp_path / "out")]
-    done = subprocess.run([*export, "--form", "timm"], capture_output=True, text=True, env=environment())
+    done = forking.run([*export, "--form", "timm"], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     plain = build(ModelSettings(**MODEL), "classify")
     plain.load_state_dict(merged(final_weights(finished)))

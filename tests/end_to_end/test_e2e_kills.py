@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.launching import Launch
 from tests.support.runs import account, nothing_lost_and_nothing_twice, toy
-from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 # How far a life may get at most, by rank and the kind of operation that ends it: a rest must be left to be killed in.
@@ -20,23 +19,23 @@ REACH = [
 ]
 
 
-def killed_often(warm: WarmLauncher, job: Launch, kinds: list[tuple[int, str]], seed: int) -> None:
+def killed_often(job: Launch, kinds: list[tuple[int, str]], seed: int) -> None:
     """One life per (rank, kind of operation), ended by a kill at a random one of its kind; then one to the end."""
     draw = random.Random(seed)
     for rank, kind in kinds:
         kill = {"rank": rank, "kind": kind, "at": draw.randint(1, REACH[rank][kind]), "before": draw.random() < 0.5}
-        ended = warm.run(job.config, job.cwd, kill=kill)
+        ended = job.end(kill=kill)
         # The other one is killed, too, unless it noticed first and ended in order.
         assert ended.codes[rank] == -9 and ended.codes[1 - rank] in (-9, 75), (kill, ended.codes, ended.output)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
 
 
 @pytest.mark.core
-def test_five_kills_at_random_operations(warm: WarmLauncher, whole: Path, launch: Make) -> None:
+def test_five_kills_at_random_operations(whole: Path, launch: Make) -> None:
     """Killed and resumed time and again, it ends with the weights of the uninterrupted run, and verifies."""
     job, run_dir = launch("five", toy)
-    killed_often(warm, job, [(0, "mkdir"), (0, "fsync"), (1, "pread"), (0, "write"), (0, "rename")], seed=1)
+    killed_often(job, [(0, "mkdir"), (0, "fsync"), (1, "pread"), (0, "write"), (0, "rename")], seed=1)
     nothing_lost_and_nothing_twice(run_dir, whole)
     verified = account("verify", str(run_dir))
     assert verified.returncode == 0, verified.stdout + verified.stderr
@@ -53,8 +52,8 @@ INSIDE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("where", INSIDE)
 @pytest.mark.parametrize("seed", [2, 3])
-def test_many_kills(warm: WarmLauncher, whole: Path, launch: Make, where: str, seed: int) -> None:
+def test_many_kills(whole: Path, launch: Make, where: str, seed: int) -> None:
     """48 in all."""
     job, run_dir = launch("many", toy)
-    killed_often(warm, job, INSIDE[where], seed)
+    killed_often(job, INSIDE[where], seed)
     nothing_lost_and_nothing_twice(run_dir, whole)

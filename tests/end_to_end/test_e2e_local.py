@@ -24,12 +24,12 @@ def test_a_run_of_one_process_is_continued_by_two_of_deepspeed(launch: Make) -> 
     assert json.loads((whole_dir / "certificate.json").read_text())["engine"] == "one process (PyTorch)"
 
     job, run_dir = launch("changing", **LOCAL)
-    process = job.start()
+    process = job.start(hold_after_opened=5)
     wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
     (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75, output
-    code, output = Launch(job.config, job.cwd).run()
+    code, output = Launch(job.config, job.cwd, launcher="deepspeed").run()
     assert code == 0, output
 
     assert verify(run_dir).committed == verify(whole_dir).committed == SMALL_STEPS
@@ -49,7 +49,7 @@ def test_several_processes_of_it_are_refused_in_a_sentence(launch: Make) -> None
 def test_what_can_no_longer_be_private_is_said_before_the_first_step(launch: Make) -> None:
     """A run goes on with a phase of which nobody had thought, and turns out to be the best of several."""
     job, run_dir = launch("longer", lambda config: config["run"].pop("debug_seed"), **LOCAL)
-    process = job.start()
+    process = job.start(hold_after_opened=1)
     wait_for(lambda: opened_steps(run_dir), process)
     (run_dir / "stop").touch()
     assert process.wait(TIMEOUT) == 75

@@ -89,11 +89,11 @@ def test_a_run_killed_on_a_grid_goes_on_with_another_one_to_the_ledger_and_weigh
     """All draw from one seed, so that the ledgers can be compared, too."""
     seed = ["--set", "run.debug_seed=5"]
     grid = [*seed, "--set", "run.engine=fsdp2", "--set", "run.shard_over=2"]
-    whole, whole_dir = launch("whole", launcher="torchrun", arguments=[*seed, "--set", "run.engine=fsdp2"], ranks=4)
+    whole, whole_dir = launch("whole", arguments=[*seed, "--set", "run.engine=fsdp2"], ranks=4)
     code, output = whole.run()
     assert code == 0, output
 
-    job, run_dir = launch("grid", launcher="torchrun", arguments=grid, ranks=4)
+    job, run_dir = launch("grid", arguments=grid, ranks=4)
     job.killed(run_dir, 5)
     assert 5 <= len(opened_steps(run_dir)) < SMALL_STEPS, "it was over before it could be killed"
     job.ranks = 2  # one copy

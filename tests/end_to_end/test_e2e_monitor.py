@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
-from tests.support.launching import BIN, ROOT, TIMEOUT, Launch, environment, free_port, ledger_lines
-from tests.support.warm import WarmLauncher
+from tests.support import forking
+from tests.support.launching import ROOT, TIMEOUT, Launch, environment, ledger_lines
 
 pytestmark = pytest.mark.slow
 Make = Callable[..., tuple[Launch, Path]]
@@ -75,34 +74,23 @@ def test_the_four_way_study_as_a_launched_command(launch: Make, tmp_path: Path) 
     started, _ = launch("studied")
     folder = tmp_path / "study"
     options = ["--noise-multiplier", "0.5", "--steps", "4", "--rates", "1e-3", "4e-3", "--records", "32"]
-    command = [str(ROOT / "launch" / "four_way.py"), "--config", str(started.config), "--out", str(folder), *options]
-    launcher = [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", "2"]
-    done = subprocess.run(
-        [*launcher, *command, "--phase", "warm-start"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=TIMEOUT,
-    )
+    script = [sys.executable, str(ROOT / "launch" / "four_way.py"), "--config", str(started.config)]
+    command = [*script, "--out", str(folder), *options]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "env": environment(), "timeout": TIMEOUT}
+    done = forking.run([*command, "--phase", "warm-start"], ranks=2, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     study = json.loads((folder / "four_way.json").read_text())
     assert "NOT PRIVATE" in study["marked"] and study["marked"] in done.stdout
     assert set(study["best"]) == {"neither", "clipping only", "noise only", "both"}
     assert len(study["curves"]) == 8 and (folder / "four_way.png").read_bytes()[:4] == b"\x89PNG"
-    refused = subprocess.run(
-        [sys.executable, *command, "--phase", "private"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=TIMEOUT,
-    )
+    refused = forking.run([*command, "--phase", "private"], **how)
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["lora", "bias", "all"])
 def test_public_measurements_work_where_no_rank_holds_the_model_whatever_is_trained(
-    warm: WarmLauncher, launch: Make, trainable: str
+    launch: Make, trainable: str
 ) -> None:
     def parted(config: dict[str, Any]) -> None:
         watched(config)
@@ -111,7 +99,7 @@ def test_public_measurements_work_where_no_rank_holds_the_model_whatever_is_trai
         config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
     job, run_dir = launch(trainable, parted)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
     lines = [json.loads(line) for line in (run_dir / "logs" / "public.jsonl").read_text().splitlines()]
     private = [line for line in lines if line["phase"] == "private"]

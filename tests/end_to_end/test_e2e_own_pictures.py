@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forking
 from tests.support.evaluation_world import COLOURS, picture, tokenizer
 from tests.support.launching import ROOT, TIMEOUT, environment
 
@@ -36,9 +37,8 @@ def run(world: Path, *command: str, code: int = 0) -> str:
     """A command as a user types it, in the folder of the pictures."""
     script, *arguments = command
     call = [script] if script == "deepspeed" else [sys.executable, str(ROOT / "launch" / script)]
-    done = subprocess.run(
-        [*call, *arguments], cwd=world, capture_output=True, text=True, env=environment(), timeout=TIMEOUT
-    )
+    start = subprocess.run if script == "deepspeed" else forking.run
+    done = start([*call, *arguments], cwd=world, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
     assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 

@@ -13,7 +13,6 @@ from murmuration.accounting.ledger.history import History
 from murmuration.data.draw.poisson import PoissonSampler
 from tests.support.launching import Launch
 from tests.support.runs import TOY_STEPS, account, nothing_lost_and_nothing_twice, toy
-from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -30,18 +29,16 @@ def link_of(run_dir: Path) -> Link:
 
 
 @pytest.mark.core
-def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_steps(
-    warm: WarmLauncher, launch: Make
-) -> None:
+def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_steps(launch: Make) -> None:
     job, run_dir = launch("forgets", without_a_seed)
-    ended = warm.run(job.config, job.cwd, kill={"rank": 0, "kind": "write", "at": 36, "before": True})
+    ended = job.end(kill={"rank": 0, "kind": "write", "at": 36, "before": True})
     assert ended.codes[0] == -9, ended.output
     before, _ = History.read(run_dir / "ledger.jsonl")
     saved, link = before.checkpoints[-1].step, link_of(run_dir)
     assert 2 <= saved < TOY_STEPS and 1 < link.step <= saved + 1, "forgotten, and never ahead of a checkpoint"
     assert link.segment == before.segments[-1].chain_name
 
-    ended = warm.run(job.config, job.cwd, ranks=1, arguments=["--set", "run.checkpoint_every=3"])
+    ended = job.end(ranks=1, arguments=["--set", "run.checkpoint_every=3"])
     assert ended.codes == [0], ended.output
     after, _ = History.read(run_dir / "ledger.jsonl")
     assert len(after.segments) == 1 and [at.step for at in after.opened] == list(range(1, TOY_STEPS + 1))
@@ -61,16 +58,16 @@ def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_
 
 
 @pytest.mark.slow
-def test_kills_around_every_rename_of_pointer_and_key(warm: WarmLauncher, whole: Path, launch: Make) -> None:
+def test_kills_around_every_rename_of_pointer_and_key(whole: Path, launch: Make) -> None:
     """Among them those between a checkpoint's line, its pointer, and the forgetting of its keys."""
     job, run_dir = launch("renames", toy)
     for at in (3, 4, 5, 6):
         for before in (True, False):
-            ended = warm.run(job.config, job.cwd, kill={"rank": 0, "kind": "replace", "at": at, "before": before})
+            ended = job.end(kill={"rank": 0, "kind": "replace", "at": at, "before": before})
             if ended.codes == [0, 0]:  # little was left to be done
                 break
             assert ended.codes[0] == -9, (at, before, ended.output)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
     nothing_lost_and_nothing_twice(run_dir, whole)
     assert link_of(run_dir).step == TOY_STEPS + 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.data.synthetic.index import shape_samples
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.end_to_end.toy_recipes import PRIVATE_STEPS, TINY, TINY_MAE, TINY_TEXT
+from tests.support import forking
 from tests.support.hostile_files import blank_a_picture
 from tests.support.launching import (
     ROOT,
@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     prepare = [sys.executable, str(ROOT / "launch" / "prepare.py")]
     sizes = ["--private", "600", "--held-out", "64", "--textures", "40"]
-    subprocess.run([*prepare, "demo", "--out", str(folder), *sizes], check=True, env=environment())
+    forking.run([*prepare, "demo", "--out", str(folder), *sizes], check=True, env=environment())
     names: set[str] = set()
     for name, seed, count in (("protected", 5, 300), ("open", 6, 300), ("divided", 7, 300), ("held_classes", 9, 64)):
         for sample in shape_samples(seed, count, 32, labels=True):
@@ -66,7 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
             names.add(group.name)
         # By contents: a step is made again only on records that are known to be the same.
-        subprocess.run([*prepare, "index", str(folder / name), "--contents"], check=True, env=environment())
+        forking.run([*prepare, "index", str(folder / name), "--contents"], check=True, env=environment())
     write_texts(folder / "texts", [str(sample.caption) for sample in shape_samples(8, 600, 32)])
     (folder / "classes.txt").write_text("\n".join(sorted(names)) + "\n")
     (folder / "excluded.txt").write_text(min(names) + "\n")
@@ -142,7 +142,7 @@ def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, s
     would lay the difference bare."""
     prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(tmp_path)]
     sizes = ["--private", "16", "--held-out", "300", "--textures", "16"]
-    subprocess.run([*prepare, *sizes], check=True, env=environment())
+    forking.run([*prepare, *sizes], check=True, env=environment())
     records = tmp_path / "held_out"  # which has labels
     changes = TINY | {
         "model.positions": "sincos", "model.classes": 8, "phases.0.data.path": str(vip[0]), "run.engine": "local",
@@ -153,7 +153,7 @@ def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, s
     run_dir = tmp_path / "lost"
     job = launch("transfer/transfer_vith_onestep.json", run_dir, changes)
     job.launcher = "python"
-    process = job.start()
+    process = job.start(hold_after_opened=2)
     wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
     process.kill()
     process.communicate(timeout=TIMEOUT)
@@ -174,7 +174,7 @@ def test_dpcap_is_stopped_resumed_and_shows_captions(data: Path, tmp_path: Path)
     changes |= {"phases.1.data.tokenizer": str(data / "tokenizer.json"), "phases.1.schedule.end": None}
     changes["phases.1.schedule.peak"] = 5e-3
     job = launch("dpcap/dpcap_nano.json", run_dir, changes)
-    process = job.start()
+    process = job.start(hold_after_opened=4)
     wait_for(lambda: len(opened_steps(run_dir)) >= 4, process)
     (run_dir / "stop").touch()
     process.communicate(timeout=TIMEOUT)
@@ -210,7 +210,7 @@ def continual(data: Path) -> dict[str, Any]:
 def test_public_training_ends_at_its_plateau_and_hands_over_the_second_moment(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "bu"
     job = launch("continual/continual_base.json", run_dir, continual(data))
-    process = job.start()
+    process = job.start(hold_after_opened=2)
     wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=TIMEOUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.run.trainer import Trainer
+from tests.support import forking
 from tests.support.launching import ROOT, environment
 
 STEPS = 2
@@ -142,10 +142,10 @@ def test_numbers_released_with_noise_move_by_at_most_their_bound(recipe: Path) -
 
 def test_the_command_says_that_its_result_is_private(recipe: Path) -> None:
     command = [sys.executable, str(ROOT / "launch" / "audit.py"), "--replay", "--config", str(recipe), "--steps", "1"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = forking.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("PRIVATE") and "ledger with its keyed digests" in done.stdout
-    refused = subprocess.run([*command, "--record", "600"], env=environment(), capture_output=True, text=True)
+    refused = forking.run([*command, "--record", "600"], env=environment(), capture_output=True, text=True)
     assert refused.returncode == 2 and "--record 600 is not among the 600 records" in refused.stderr
 
 

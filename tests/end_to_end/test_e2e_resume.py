@@ -27,12 +27,12 @@ Make = Callable[..., tuple[Launch, Path]]
     ],
 )
 def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str], launch: Make, how: str) -> None:
-    job, run_dir = launch("broken")
+    job, run_dir = launch("broken", launcher="deepspeed" if how == "SIGTERM to the launcher" else "forked")
     other_stage = "ZeRO-3" in how
     if other_stage:  # weights themselves are sharded, and none is so small that it is kept whole
         job.arguments = ["--set", "zero_optimization.stage=3"]
         job.arguments += ["--set", "zero_optimization.stage3_param_persistence_threshold=0"]
-    process = job.start()
+    process = job.start(hold_after_opened=5)
     wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
     if how == "SIGTERM to the launcher":
         os.kill(process.pid, signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_changed_config_is_refused_until_declared_and_then_charged(launch: Make)
 @pytest.mark.slow
 def test_a_second_process_on_the_same_directory_is_refused_while_the_first_lives(launch: Make) -> None:
     job, run_dir = launch("twice")
-    process = job.start()
+    process = job.start(hold_after_opened=1)
     wait_for(lambda: len(opened_steps(run_dir)) >= 1, process)
     os.killpg(process.pid, signal.SIGSTOP)
     try:

@@ -70,8 +70,7 @@ def alone(launch: Make, source: Path) -> Path:
 def test_two_processes_that_stop_and_go_on_release_what_one_does(
     launch: Make, source: Path, alone: Path, layout: str
 ) -> None:
-    launcher, more = LAYOUTS[layout]
-    job, run_dir = launch("two", launcher=launcher, arguments=[*scaling(source), *more])
+    job, run_dir = launch("two", arguments=[*scaling(source), *LAYOUTS[layout]])
     job.stopped(run_dir, 5)
     code, output = job.run()
     assert code == 0, output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -14,32 +15,29 @@ from murmuration.accounting.keys import RunKey, destroy, store
 from murmuration.accounting.ledger.history import History
 from tests.support.launching import Launch, environment, opened_steps
 from tests.support.runs import TOY_STEPS, nothing_lost_and_nothing_twice, state_of, toy
-from tests.support.warm import WarmLauncher
 
 Make = Callable[..., tuple[Launch, Path]]
 
 
-def halfway(warm: WarmLauncher, job: Launch) -> None:
+def halfway(job: Launch) -> None:
     """Killed between the first private checkpoint and the end."""
-    ended = warm.run(job.config, job.cwd, kill={"rank": 0, "kind": "write", "at": 22, "before": True})
+    ended = job.end(kill={"rank": 0, "kind": "write", "at": 22, "before": True})
     assert ended.codes[0] == -9, ended.output
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_grow_costs_nothing_once_it_can(warm: WarmLauncher, whole: Path, launch: Make) -> None:
+def test_a_file_that_cannot_grow_costs_nothing_once_it_can(whole: Path, launch: Make) -> None:
     job, run_dir = launch("full", toy)
-    ended = warm.run(job.config, job.cwd, file_size=60_000)
+    ended = job.end(limits={resource.RLIMIT_FSIZE: 60_000})
     assert 2 in ended.codes and "could not be written" in ended.output, (ended.codes, ended.output)
     assert "File too large" in ended.output and "free space or fix the permissions" in ended.output, ended.output
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
     nothing_lost_and_nothing_twice(run_dir, whole)
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_nothing_once_there_is_room(
-    warm: WarmLauncher, whole: Path, launch: Make, tmp_path: Path
-) -> None:
+def test_a_full_disk_costs_nothing_once_there_is_room(whole: Path, launch: Make, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, text=True)
@@ -48,15 +46,15 @@ def test_a_full_disk_costs_nothing_once_there_is_room(
     try:
         run_dir = disk / "run"
         job, _ = launch("disk", lambda config: (toy(config), config["run"].update(dir=str(run_dir)))[0])
-        halfway(warm, job)
+        halfway(job)
         filler = disk / "filler"
         with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(b"x" * 4096)
-        ended = warm.run(job.config, job.cwd)
+        ended = job.end()
         assert 2 in ended.codes and "No space left on device" in ended.output, (ended.codes, ended.output)
         filler.unlink()
-        ended = warm.run(job.config, job.cwd)
+        ended = job.end()
         assert ended.codes == [0, 0], ended.output
         nothing_lost_and_nothing_twice(run_dir, whole)
     finally:
@@ -64,19 +62,19 @@ def test_a_full_disk_costs_nothing_once_there_is_room(
 
 
 @pytest.mark.slow
-def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(warm: WarmLauncher, launch: Make) -> None:
+def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(launch: Make) -> None:
     job, run_dir = launch("damaged", toy)
-    halfway(warm, job)
+    halfway(job)
     checkpoints = run_dir / "checkpoints"
     newest = checkpoints / json.loads((checkpoints / "latest").read_text())["folder"]  # a newer one may be unfinished
     piece = newest / "piece-00001-of-00002.safetensors"
     piece.write_bytes(piece.read_bytes()[:-40])
     before = (run_dir / "ledger.jsonl").read_bytes()
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [5, 5] and str(piece) in ended.output and "--new-segment 'why'" in ended.output, ended.output
     opened = len(opened_steps(run_dir))
     assert (run_dir / "ledger.jsonl").read_bytes().startswith(before)
-    ended = warm.run(job.config, job.cwd, arguments=["--new-segment", "the disk lost a piece"])
+    ended = job.end(arguments=["--new-segment", "the disk lost a piece"])
     assert ended.codes == [0, 0] and "all opened steps stay charged" in ended.output, ended.output
     history = History.read(run_dir / "ledger.jsonl")[0]
     assert [segment.number for segment in history.segments] == [0, 1]
@@ -85,32 +83,30 @@ def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(warm: WarmLa
 
 
 @pytest.mark.slow
-def test_a_lost_pointer_costs_nothing_in_the_middle_and_after_the_end(
-    warm: WarmLauncher, whole: Path, launch: Make
-) -> None:
+def test_a_lost_pointer_costs_nothing_in_the_middle_and_after_the_end(whole: Path, launch: Make) -> None:
     job, run_dir = launch("pointer", toy)
-    halfway(warm, job)
+    halfway(job)
     pointer = run_dir / "checkpoints" / "latest"
     pointer.unlink()
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0] and "latest is lost; rebuilt from the checkpoints" in ended.output, ended.output
     nothing_lost_and_nothing_twice(run_dir, whole)
     pointer.write_text("{")
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0] and "latest is damaged; rebuilt from the checkpoints" in ended.output, ended.output
     nothing_lost_and_nothing_twice(run_dir, whole)
 
 
 @pytest.mark.slow
-def test_another_key_and_other_records_are_refused(warm: WarmLauncher, launch: Make, small_data: Path) -> None:
+def test_another_key_and_other_records_are_refused(launch: Make, small_data: Path) -> None:
     job, run_dir = launch("foreign", toy)
-    halfway(warm, job)
+    halfway(job)
     key = run_dir / "secret" / "run.key"
     right = key.read_bytes()
     destroy(key)
     store(RunKey.from_debug_seed(8), key)
     before = opened_steps(run_dir)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [5, 5] and "is not the key of this ledger; restore the right one" in ended.output, (
         ended.output
     )
@@ -118,16 +114,16 @@ def test_another_key_and_other_records_are_refused(warm: WarmLauncher, launch: M
 
     other = job.cwd / "other"
     shutil.copytree(small_data / "held_out", other)
-    ended = warm.run(job.config, job.cwd, arguments=["--set", f"phases.1.data.path={other}"])
+    ended = job.end(arguments=["--set", f"phases.1.data.path={other}"])
     assert ended.codes == [2, 2] and "error: " in ended.output, (ended.codes, ended.output)
     assert opened_steps(run_dir) == before
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
 
 
 @pytest.mark.slow
 def test_ranks_on_a_processor_need_no_shared_memory(launch: Make) -> None:
-    job, run_dir = launch("shm", toy)
+    job, run_dir = launch("shm", toy, launcher="deepspeed")
     small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
     if subprocess.run([*small, "true"], capture_output=True).returncode:
         pytest.skip("this machine permits no mounts, so /dev/shm cannot be made small")
@@ -137,15 +133,13 @@ def test_ranks_on_a_processor_need_no_shared_memory(launch: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_certificate_that_cannot_be_written_is_written_by_the_next_start(
-    warm: WarmLauncher, whole: Path, launch: Make
-) -> None:
+def test_a_certificate_that_cannot_be_written_is_written_by_the_next_start(whole: Path, launch: Make) -> None:
     job, run_dir = launch("uncertified", toy)
     (run_dir / "certificate.json").mkdir(parents=True)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes[0] == 2 and "certificate.json" in ended.output, (ended.codes, ended.output)
     assert state_of(run_dir) == "trained; its certificate is not written"
     (run_dir / "certificate.json").rmdir()
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0] and state_of(run_dir) == "done", ended.output
     nothing_lost_and_nothing_twice(run_dir, whole)

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.checkpoint import Loaded
+from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines, opened_steps
 from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
 
@@ -137,7 +137,7 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     out = tmp_path / "out"
     script = [sys.executable, str(ROOT / "launch" / "export.py"), str(run_dir)]
     (run_dir / "certificate.md").write_text("(0.001, 0)-differential privacy")  # pages are not what is verified
-    done = subprocess.run([*script, str(out)], capture_output=True, text=True, env=environment())
+    done = forking.run([*script, str(out)], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert (out / "NOT_PRIVATE.txt").read_text().startswith("NOT PRIVATE (debug)")
     exported = load_file(out / "model.safetensors")
@@ -151,8 +151,8 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
 
     # A key that occurs anywhere in what would leave: nothing may be written.
     (run_dir / "secret" / "run.key").write_bytes((out / "model.safetensors").read_bytes()[-32:])
-    refused = subprocess.run([*script, str(tmp_path / "leak")], capture_output=True, text=True, env=environment())
+    refused = forking.run([*script, str(tmp_path / "leak")], capture_output=True, text=True, env=environment())
     assert refused.returncode == 2 and "contains the run key" in refused.stderr
     assert not (tmp_path / "leak").exists()
-    inside = subprocess.run([*script, str(run_dir / "out")], capture_output=True, text=True, env=environment())
+    inside = forking.run([*script, str(run_dir / "out")], capture_output=True, text=True, env=environment())
     assert inside.returncode == 2 and "secret folder" in inside.stderr

@@ -26,9 +26,9 @@ from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.private import clipping_engine
 from murmuration.train.storage.run_dir import whole_lines
+from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines
 from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
-from tests.support.warm import WarmLauncher
 from tests.train.test_train_units import RowByRow
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -38,7 +38,7 @@ PATIENT = r"key:0*(\d{1,2})"
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment())
+    return forking.run(command, capture_output=True, text=True, env=environment())
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_resumed_verified_and_exported(
-    warm: WarmLauncher, launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, tmp_path: Path,
+    launch: Make, of_patients: Callable[[dict[str, Any]], None], patients: Path, tmp_path: Path,
     layout: str,
 ) -> None:  # fmt: skip
     def change(config: dict[str, Any]) -> None:
@@ -84,14 +84,14 @@ def test_killed_resumed_verified_and_exported(
 
     units = open_units(ShardIndex.open(patients), PATIENT)
     job, straight = launch("straight", change)
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
     job, run_dir = launch("broken", change)
     for kill in ({"rank": 1, "kind": "pread", "at": 60, "before": True},
                  {"rank": 0, "kind": "fsync", "at": 20, "before": False}):  # fmt: skip
-        ended = warm.run(job.config, job.cwd, kill=kill)
+        ended = job.end(kill=kill)
         assert ended.codes[kill["rank"]] == -9, ended.output
-    ended = warm.run(job.config, job.cwd)
+    ended = job.end()
     assert ended.codes == [0, 0], ended.output
     assert different(final_weights(run_dir), final_weights(straight)) == []
     history = History.read(run_dir / "ledger.jsonl")[0]

@@ -1,4 +1,4 @@
-"""Run under `deepspeed`: checkpoints of every layout of the shards, and their next update under every other one.
+"""Run by several ranks: checkpoints of every layout of the shards, and their next update under every other one.
 
 `save FOLDER` trains two steps at each layout, saves, and notes what the third step makes of weights and moments;
 `load FOLDER` resumes each checkpoint found there at each layout, and compares its third step with the one noted.

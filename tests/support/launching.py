@@ -1,4 +1,4 @@
-"""Real launches, as a user would type them: commands, workers, and what their ledgers say."""
+"""Launches of training and of workers, forked or by a real launcher, and what their ledgers say."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.support import forking
+from tests.support.forking import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -32,22 +35,34 @@ def environment() -> dict[str, str]:
     return kept | {"PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")])}
 
 
-def free_port() -> int:
-    import socket
+@dataclass(frozen=True)
+class Ended:
+    """What became of forked ranks."""
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    codes: list[int]
+    output: str
+    operations: list[dict[str, int]]
+    """Per rank, by kind."""
+
+    @classmethod
+    def of(cls, process: forking.Forked) -> Ended:
+        output, _ = printed(process)
+        assert process.codes is not None and process.operations is not None, "their launch was killed"
+        return cls(process.codes, output, process.operations)
 
 
 @dataclass
 class Launch:
-    """One training command, run in its own session so that the whole tree can be signalled."""
+    """One training command in a session of its own, so that the whole tree can be signalled.
+
+    `launcher`: "forked" starts the ranks as a launcher would, and "python" one process, both from a process that has
+    imported everything; "deepspeed" and "torchrun" are the real ones, where they are what is tested.
+    """
 
     config: Path
     cwd: Path
     ranks: int = 2
-    launcher: str = "deepspeed"
+    launcher: str = "forked"
     arguments: list[str] = field(default_factory=list)
 
     @classmethod
@@ -66,26 +81,32 @@ class Launch:
 
     def command(self) -> list[str]:
         script = [str(ROOT / "launch" / "train.py"), "--config", str(self.config), *self.arguments]
-        if self.launcher == "deepspeed":
-            return [str(BIN / "deepspeed"), "--master_port", str(free_port()), "--num_gpus", str(self.ranks), *script]
-        if self.launcher == "torchrun":
-            head = ["--nproc_per_node", str(self.ranks), "--master_port", str(free_port())]
-            return [str(BIN / "torchrun"), *head, *script]
-        return [sys.executable, *script]
+        return by_launcher(self.launcher, self.ranks, script)
 
-    def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(), cwd=self.cwd, env=environment(), text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    def start(self, hold_after_opened: int | None = None, **options: Any) -> subprocess.Popen[str]:
+        """`hold_after_opened`: no step more is opened until it is killed or asked to stop; what a real launcher has
+        started is only so slow that a test can be in time. `options`: of `forking.start`."""
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        how: dict[str, Any] = {"cwd": self.cwd, "env": environment(), **streams}
+        if self.launcher in REAL_LAUNCHERS:
+            return subprocess.Popen(self.command(), start_new_session=True, **how)
+        ranks = self.ranks if self.launcher == "forked" else None
+        return forking.start(self.command(), ranks=ranks, hold_after_opened=hold_after_opened, **options, **how)
 
     def run(self) -> tuple[int, str]:
         process = self.start()
         return ended(process)
 
+    def end(self, arguments: list[str] | None = None, **options: Any) -> Ended:
+        """Starts forked ranks, with more arguments for once, and waits."""
+        job = replace(self, arguments=[*self.arguments, *(arguments or [])])
+        process = job.start(**options)
+        assert isinstance(process, forking.Forked)
+        return Ended.of(process)
+
     def killed(self, run_dir: Path, opened: int) -> None:
         """Starts it, and kills all of its processes once so many steps were opened."""
-        process = self.start()
+        process = self.start(hold_after_opened=opened)
         wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
         os.killpg(process.pid, signal.SIGKILL)
         ended(process)
@@ -93,11 +114,22 @@ class Launch:
 
     def stopped(self, run_dir: Path, opened: int) -> None:
         """Starts it, and lets it stop by itself once so many steps were opened."""
-        process = self.start()
+        process = self.start(hold_after_opened=opened)
         wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
         (run_dir / "stop").touch()
         _, output = ended(process)
         assert "stopped by the file stop" in output, output
+
+
+REAL_LAUNCHERS = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}
+"""With the option that says how many ranks there are."""
+
+
+def by_launcher(launcher: str, ranks: int, script: list[str]) -> list[str]:
+    if launcher not in REAL_LAUNCHERS:
+        return [sys.executable, *script]
+    count = [REAL_LAUNCHERS[launcher], str(ranks)]
+    return [str(BIN / launcher), "--master_port", str(free_port()), *count, *script]
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -117,21 +149,17 @@ def printed(process: subprocess.Popen[str], seconds: float = TIMEOUT) -> tuple[s
 
 
 def run_worker(
-    name: str,
-    *arguments: str,
-    ranks: int = 2,
-    seconds: float = TIMEOUT,
-    launcher: str = "deepspeed",
+    name: str, *arguments: str, ranks: int = 2, seconds: float = TIMEOUT, launcher: str = "forked",
     preload: Path | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Starts a worker script of tests/end_to_end and gives what it printed behind RESULTS, as JSON."""
-    script = [str(ROOT / "tests" / "end_to_end" / name), *arguments]
-    count = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[launcher]
-    command = [str(BIN / launcher), "--master_port", str(free_port()), count, str(ranks), *script]
+    command = by_launcher(launcher, ranks, [str(ROOT / "tests" / "end_to_end" / name), *arguments])
     env = environment() | ({"LD_PRELOAD": str(preload)} if preload else {})
-    process = subprocess.Popen(
-        command, text=True, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    if launcher in REAL_LAUNCHERS:
+        process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+    else:
+        process = forking.start(command, ranks=ranks, env=env, **streams)
     output, errors = printed(process, seconds)
     assert process.returncode == 0, output + errors
     line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
@@ -163,3 +191,10 @@ def opened_steps(run_dir: Path) -> list[int]:
 def committed(run_dir: Path) -> list[dict[str, Any]]:
     """What the ledger says was done at each step."""
     return [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -12,6 +12,7 @@ import torch
 
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.checkpoint import Checkpoints
+from tests.support import forking
 from tests.support.launching import ROOT, environment
 
 TOY_STEPS = 8
@@ -60,4 +61,4 @@ def state_of(run_dir: Path) -> str:
 
 def account(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / "account.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment())
+    return forking.run(command, capture_output=True, text=True, env=environment())

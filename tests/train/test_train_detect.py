@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from murmuration.train.evaluate.coco_objects import read_objects
 from murmuration.train.evaluate.detect import PicturedObjects
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.storage.sibling_runs import RunLog
+from tests.support import forking
 from tests.support.evaluation_world import evaluate, result, saved
 from tests.support.launching import ROOT, environment
 from tests.support.published import vip_mae
@@ -136,7 +136,7 @@ def test_killed_in_training_and_in_scoring_it_continues_and_ends_alike(
     threads = str(torch.get_num_threads())  # sums are rounded by how many threads share them
     # In the second step of the second epoch, and while the third pair of pictures is scored, after the last four steps.
     for kind, epochs in (("step", 1), ("found", 2)):
-        done = subprocess.run(
+        done = forking.run(
             [sys.executable, "-c", KILL, threads, kind, *command], cwd=ROOT, env=environment(), capture_output=True
         )
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 
 from murmuration.data.index.folders import build_folder
 from murmuration.train.commands import doctor
+from tests.support import forking
 from tests.support.evaluation_world import class_folders, class_list, shards
 from tests.support.launching import ROOT
 
@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Path:
 def examined(config: Path, **changed: str) -> tuple[int, list[list[str]]]:
     """The exit code, and verdict, subject and text of each line."""
     command = [sys.executable, str(ROOT / "launch" / "doctor.py"), "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | changed, timeout=300)
+    done = forking.run(command, capture_output=True, text=True, env=os.environ | changed, timeout=300)
     assert not done.stderr.strip(), done.stderr
     return done.returncode, [[line[:5].strip(), line[6:20].strip(), line[21:]] for line in done.stdout.splitlines()]
 

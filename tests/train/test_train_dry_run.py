@@ -18,6 +18,7 @@ from murmuration.data.index.shard_index import build
 from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.commands.dry_run import meaning
 from murmuration.train.config.load import load
+from tests.support import forking
 from tests.support.config_base import BASE
 from tests.support.launching import ROOT
 
@@ -26,7 +27,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     script = [sys.executable, str(ROOT / "launch" / "train.py"), *arguments]
-    return subprocess.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    return forking.run(script, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path: Path) -> None:

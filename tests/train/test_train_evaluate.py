@@ -32,6 +32,7 @@ from murmuration.train.evaluate.features import features_of
 from murmuration.train.evaluate.weights import Evaluated
 from murmuration.train.storage.feature_store import PRESENT
 from murmuration.train.storage.sibling_runs import RunLog
+from tests.support import forking
 from tests.support.evaluation_world import (
     COLOURS,
     class_folders,
@@ -145,7 +146,7 @@ def test_killed_during_extraction_and_run_again_gives_the_same_result(world: Pat
         "probe", *published(world, "vip.pth"), "--data", world / "train", "--test", world / "test", "--micro-batch", 8,
     ]  # fmt: skip
     command = [*map(str, arguments), "--out", str(tmp_path / "killed"), "--workers", "0"]
-    done = subprocess.run([sys.executable, "-c", KILL, *command], cwd=ROOT, env=environment(), capture_output=True)
+    done = forking.run([sys.executable, "-c", KILL, *command], cwd=ROOT, env=environment(), capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert not (tmp_path / "killed" / "result.json").exists()
     states = next((tmp_path / "killed" / "features").rglob("state.u8"))
@@ -184,7 +185,7 @@ def asked_of(world: Path, protocol: str) -> list[Any]:
 def test_a_caption_run_killed_in_the_middle_of_a_line_gives_the_same_result(world: Path, tmp_path: Path) -> None:
     arguments = asked_of(world, "caption")
     command = [*map(str, arguments), "--out", str(tmp_path / "killed"), "--workers", "0"]
-    done = subprocess.run([sys.executable, "-c", KILL_ANSWERS, *command], cwd=ROOT, env=environment())
+    done = forking.run([sys.executable, "-c", KILL_ANSWERS, *command], cwd=ROOT, env=environment())
     assert done.returncode == -signal.SIGKILL
     (kept,) = (tmp_path / "killed" / "progress").iterdir()
     assert kept.read_bytes().count(b"\n") == 2 and not kept.read_bytes().endswith(b"\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from murmuration.train.evaluate.session import Chosen
 from murmuration.train.evaluate.sharing import Sharing
 from murmuration.train.recipe.pixels import NAMED, of_weights
 from murmuration.train.recipe.warm_start import WarmStart
+from tests.support import forking
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, saved
 from tests.support.foreign_models import timm_vit
 from tests.support.launching import ROOT, environment
@@ -104,7 +104,7 @@ def test_killed_between_two_steps_and_run_again_gives_the_same_weights_but_for_r
     arguments = asked(world, "--epochs", 4, "--batch", 20, "--warmup", 1)
     command = [*map(str, arguments), "--out", str(tmp_path / "killed"), "--workers", "0"]
     threads = str(torch.get_num_threads())  # sums are rounded by how many threads share them
-    done = subprocess.run(
+    done = forking.run(
         [sys.executable, "-c", KILL, threads, *command], cwd=ROOT, env=environment(), capture_output=True
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()

@@ -31,7 +31,7 @@ from murmuration.model.warm_start import initialise_with
 from murmuration.train.config.load import load
 from murmuration.train.config.section import RecipeError
 from murmuration.train.run.report import TEXTS
-from tests.support import brute_force
+from tests.support import brute_force, forking
 from tests.support.brute_force import relative_error
 from tests.support.launching import ROOT, environment
 from tests.support.parity_engines import ENGINES, factor_of, median_norm, only, prepared, rule_of, summed
@@ -188,7 +188,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(folder: Path, told: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     (folder / "config.json").write_text(json.dumps(told))
     command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(folder / "config.json")]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    return forking.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
 
 
 def test_a_run_on_texts_mixes_public_ones_in_and_its_certificate_holds(world: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -29,6 +28,7 @@ from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, resolve_shape, with_steps
 from murmuration.train.run.public_mixing import alpha
+from tests.support import forking
 from tests.support.printed_facts import (
     DEVIATIONS,
     LAMB_RATES,
@@ -222,7 +222,7 @@ def test_pre_training_is_public_and_promises_nothing(name: str) -> None:
 
 def test_a_recipe_without_its_data_names_them_and_the_command_that_indexes_them() -> None:
     command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(FILES["dpcap_large"])]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = forking.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert "phases.1.data.path" in line and "laion-2b-dedup" in line and "launch/prepare.py index" in line

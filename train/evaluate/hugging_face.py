@@ -93,7 +93,7 @@ def open_hugging_face(
 
 
 def _config(kept: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
 
     if "quantization_config" in kept:
         raise EvaluationError("its config.json says that the weights are quantised; save them in full precision")
@@ -126,7 +126,7 @@ def _classifies(config: Any) -> bool:
 
 def _loaded(folder: Path, config: Any, classifies: bool) -> tuple[Any, set[str], list[str]]:
     """The model, the names of its tensors that the file has not or in another shape, and the file's that it has not."""
-    from transformers import AutoModel, AutoModelForImageClassification
+    from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
     from transformers.utils import logging
 
     told_before, shown_before = logging.get_verbosity(), logging.is_progress_bar_enabled()

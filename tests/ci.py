@@ -1,0 +1,154 @@
+"""What `.ci/run` does with the machine that it finds: everything, or what fits into an hour.
+
+On a slow machine the lint gates, the core and one test of each end-to-end file always run. The rest and the tests with
+the oldest kernels are dealt into shares by what the files take in `times.json`; each commit runs the next share.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.times import ROOT, Times, unit
+
+MINUTES = 60.0
+USED = 0.85
+"""The part of the time that is planned: imports of workers and uneven ends are not in the table."""
+RUNS_AT_ONCE = 1.25
+"""Cores that end-to-end runs keep busy: their two ranks wait for each other, and tests take turns."""
+COLLECTION = 30.0
+"""Seconds until a call of pytest has imported what it collects, on the machine of the table."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    cores: int
+    slower: float
+    """Times that this machine takes as long as that of the table."""
+    minutes: float
+    """Of what will run."""
+    whole: float
+    """Minutes of everything."""
+    share: int = 0
+    shares: int = 1
+
+    def steps(self) -> list[list[str]]:
+        """What `make` is called with; TEST_SHARE is in its environment."""
+        if self.shares == 1:  # in one call, since test-full begins with test: nothing runs twice
+            return [["test", "test-full", "test-kernels"]]
+        return [["test"], ["test-rest"], ["test-kernels"]]
+
+    def text(self) -> str:
+        head = f"{self.cores} core{'s' * (self.cores > 1)}, {self.slower:.2f} times the seconds of the table's machine"
+        if self.shares == 1:
+            return f"{head}: everything runs, in about {self.minutes:.0f} minutes"
+        return (
+            f"{head}: everything would take {self.whole:.0f} minutes, so this commit runs lint, the core, each "
+            f"end-to-end file once and share {self.share + 1} of {self.shares} of the rest and of the oldest kernels, "
+            f"in about {self.minutes:.0f}"
+        )
+
+    def left_out(self) -> str:
+        if self.shares == 1:
+            return "the slow tests (make test-slow)"
+        return (
+            f"the other {self.shares - 1} of {self.shares} shares of the rest and of the oldest kernels, which the "
+            "next commits run, and the slow tests (make test-slow)"
+        )
+
+
+def planned(table: Times, own_unit: float, cores: int, number: int, files: int) -> Plan:
+    """`number`: of the commit. `files`: end-to-end files, of each of which one test runs always."""
+    slower = own_unit / table.unit
+
+    def minutes(group: str) -> float:
+        at_once = {"end to end": min(cores, RUNS_AT_ONCE), "lint": 1}.get(group, cores)
+        return table.groups.get(group, [0, 0.0])[1] * slower / at_once / 60
+
+    count = max(1.0, table.groups.get("end to end", [1, 0.0])[0])
+    once = minutes("end to end") * min(1.0, files / count)
+    begun = COLLECTION * slower / 60
+    fixed = minutes("lint") + minutes("core") + 2 * begun
+    rest = minutes("units") + minutes("end to end") + minutes("oldest kernels")
+    whole = fixed + rest + 3 * begun
+    if whole <= MINUTES * USED:
+        return Plan(cores, slower, whole, whole)
+    fixed += once + 3 * begun
+    left = max(MINUTES * USED - fixed, 1.0)
+    shares = max(2, math.ceil((rest - once) / left))
+    return Plan(cores, slower, fixed + (rest - once) / shares, whole, number % shares, shares)
+
+
+def commit_number() -> int:
+    """One more for each commit; of a shallow clone, which cannot count, a number by chance."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    if git("rev-parse", "--is-shallow-repository") == "false":
+        return int(git("rev-list", "--count", "HEAD"))
+    return int(git("rev-parse", "HEAD")[:8] or "0", 16)
+
+
+def run(targets: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """The exit code of make, whose output is passed on, and the closing lines of pytest."""
+    closing: list[str] = []
+    command = ["make", *targets]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        for raw in process.stdout:
+            sys.stdout.buffer.write(raw)
+            sys.stdout.buffer.flush()
+            line = raw.decode(errors="replace").strip().strip("= ")
+            if re.search(r"\d+ (passed|failed|errors?)\b.* in \d", line):
+                closing.append(line)
+    return process.returncode, closing
+
+
+def counted(closing: list[str]) -> str:
+    """The counts of all closing lines together."""
+    total: dict[str, int] = {}
+    for line in closing:
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)\b", line):
+            total[word] = total.get(word, 0) + int(number)
+    return ", ".join(f"{number} {word}" for word, number in total.items()) or "no test"
+
+
+def main() -> int:
+    cores = len(os.sched_getaffinity(0))
+    files = len(list((ROOT / "tests" / "end_to_end").glob("test_*.py")))
+    own, table = unit(), Times.read()
+    plan = planned(table, own, cores, commit_number(), files)
+    print(f"speed: {own:.2f} s for a fixed piece of work; {plan.text()}", flush=True)
+    times = Path(os.environ.get("TEST_TIMES", ROOT / "build" / "times.jsonl"))
+    times.parent.mkdir(exist_ok=True)
+    times.write_text("")
+    # Workers for the cores that may be used: pytest-xdist counts those of the machine.
+    env = {**os.environ, "TEST_TIMES": str(times), "PYTEST_XDIST_AUTO_NUM_WORKERS": str(min(cores, 8))}
+    ran: list[str] = []
+    closing: list[str] = []
+    code = 0
+    for targets in plan.steps():
+        if plan.shares > 1 and targets != ["test"]:
+            env["TEST_SHARE"] = f"{plan.share}/{plan.shares}"
+        code, lines = run(targets, env)
+        closing += lines
+        ran += targets
+        if code:
+            break
+    for line in Times.of_lines(times.read_text().splitlines(), own).doubled(table):
+        print(f"doubled: {line}")
+    unreached = [target for targets in plan.steps() for target in targets if target not in ran]
+    ended = f"failed in make {' '.join(targets)}" if code else "all passed"
+    not_run = "; ".join([*(f"make {target}, after the failure" for target in unreached), plan.left_out()])
+    print(f"{ended}: {counted(closing)}. Ran: make {' '.join(ran)}. Not run: {not_run}.", flush=True)
+    return 1 if code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What CI runs on which machine, and what it says of it; what is said of tests that take longer than they did."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import ci
+from tests.support.launching import ROOT
+from tests.support.share import Share
+from tests.times import Times, dealt
+
+GROUPS = {
+    "lint": [0, 60.0], "core": [1900, 400.0], "units": [1000, 1200.0], "end to end": [200, 1000.0],
+    "oldest kernels": [400, 300.0], "start and imports": [0, 100.0],
+}  # fmt: skip
+TABLE = Times(2.0, GROUPS, {"train/test_a.py::one": 5.0})
+
+
+def test_a_fast_machine_runs_everything_and_a_slow_one_what_fits() -> None:
+    fast = ci.planned(TABLE, 2.0, 2, 7, 50)
+    assert fast.shares == 1 and fast.steps() == [["test", "test-full", "test-kernels"]]
+    assert "everything runs" in fast.text() and "slow tests" in fast.left_out()
+    for own_unit, cores in ((8.0, 2), (3.0, 1), (5.0, 1)):
+        slow = ci.planned(TABLE, own_unit, cores, 7, 50)
+        assert slow.shares > 1 and slow.minutes <= ci.MINUTES < slow.whole, slow
+        assert slow.steps()[0] == ["test"], "lint and core always run"
+        assert f"share {slow.share + 1} of {slow.shares}" in slow.text() and "shares" in slow.left_out()
+        assert {ci.planned(TABLE, own_unit, cores, number, 50).share for number in range(slow.shares)} == set(
+            range(slow.shares)
+        ), "successive commits run all shares"
+    assert ci.planned(TABLE, 3.0, 1, 0, 50).whole > 1.3 * ci.planned(TABLE, 3.0, 2, 0, 50).whole
+    hopeless = ci.planned(TABLE, 200.0, 1, 3, 50)
+    assert hopeless.shares > 1, "what cannot fit is still planned, and said"
+
+
+def test_shares_hold_every_file_once_and_cost_about_the_same() -> None:
+    costs = {f"file {number}": float(number % 17 + 1) for number in range(100)}
+    shares = dealt(costs, 6)
+    assert sorted(name for share in shares for name in share) == sorted(costs)
+    sums = [sum(costs[name] for name in share) for share in shares]
+    assert max(sums) - min(sums) <= max(costs.values())
+
+
+def test_every_end_to_end_file_has_a_test_in_each_share_and_every_other_test_is_in_one() -> None:
+    class Item(SimpleNamespace):
+        __hash__ = object.__hash__  # pyright: ignore
+
+    files = [f"tests/train/test_{letter}.py" for letter in "abcdef"] + ["tests/end_to_end/test_x.py"]
+    tests = [f"{file}::{test}" for file in files for test in ("one", "two", "three")]
+    dropped: list[Item] = []
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items)))
+    shares: list[set[str]] = []
+    for number, of in ((90, 99), (0, 3), (1, 3), (2, 3)):
+        items = [Item(nodeid=name, path=ROOT / name.partition("::")[0]) for name in tests]
+        dropped.clear()
+        Share(f"{number}/{of}").pytest_collection_modifyitems(config, items)  # pyright: ignore
+        assert sorted(item.nodeid for item in [*items, *dropped]) == sorted(tests), "none is lost in silence"
+        shares.append({item.nodeid for item in items})
+    assert shares.pop(0), "more shares than files"
+    assert all(any("end_to_end" in name for name in share) for share in shares)
+    for file in files:
+        whole = {name for name in tests if name.startswith(file)}
+        assert sum(whole <= share for share in shares) == 1, "a file stays whole, in one share"
+        if "end_to_end" not in file:
+            assert sum(bool(whole & share) for share in shares) == 1
+
+
+def test_closing_lines_are_added_up() -> None:
+    closing = ["1889 passed, 3 skipped in 508.12s (0:08:28)", "2 failed, 10 passed, 8 deselected in 67.48s (0:01:07)"]
+    assert ci.counted(closing) == "1899 passed, 3 skipped, 2 failed, 8 deselected"
+    assert ci.counted([]) == "no test"
+
+
+def test_a_failure_is_the_exit_code_and_the_last_line_names_what_did_not_run(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> None:
+    """Make is a script that fails in its second call, on a machine that is five times as slow."""
+    make = tmp_path / "make"
+    make.write_text(
+        '#!/bin/sh\necho "$TEST_SHARE $PYTEST_XDIST_AUTO_NUM_WORKERS $*" >> "$0.called"\n'
+        '[ "$1" = test ] && echo "5 passed in 1.00s" || { echo "=== 1 failed, 2 passed in 2.00s ==="; exit 2; }\n'
+    )
+    make.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TEST_TIMES", str(tmp_path / "times.jsonl"))
+    monkeypatch.setattr(ci, "unit", lambda: 10.0)
+    monkeypatch.setattr(Times, "read", classmethod(lambda cls: TABLE))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert ci.main() == 1
+    first, *_, last = capfdbinary.readouterr().out.decode().splitlines()
+    assert first.startswith("speed: 10.00 s") and "1 core, 5.00 times" in first
+    assert last.startswith("failed in make test-rest: 7 passed, 1 failed. Ran: make test test-rest. Not run: ")
+    assert "make test-kernels, after the failure" in last and "shares" in last
+    calls = (tmp_path / "make.called").read_text().splitlines()
+    assert calls[0] == " 1 test" and calls[1].endswith(" 1 test-rest") and "/" in calls[1]
+
+
+def test_tests_that_take_twice_as_long_are_named_whatever_the_machine() -> None:
+    lines = [
+        json.dumps({"test": name, "group": "units", "seconds": seconds})
+        for name, seconds in (("train/test_a.py::one", 19.0), ("train/test_b.py::new", 9.0), ("c.py::cheap", 3.0))
+    ]
+    found = Times.of_lines(lines, 4.0)
+    assert found.groups == {"units": [3, 31.0]}
+    assert found.doubled(TABLE) == ["train/test_b.py::new: 4.5 s, at most 2.0 s in the table"], "9.5 s are not twice 5"
+    assert len(Times.of_lines(lines, 2.0).doubled(TABLE)) == 2
+    assert "    19.0 s  train/test_a.py::one" in found.report() and "31 s  units: 3 tests" in found.report()
+
+
+def test_the_table_is_small_and_knows_every_group() -> None:
+    table = Times.read()
+    assert set(GROUPS) <= set(table.groups) and table.unit > 0 and len(table.tests) < 400
+    assert all(seconds >= 2.0 for seconds in table.tests.values())
