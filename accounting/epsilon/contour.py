@@ -123,7 +123,7 @@ class _Line:
         self.losses, self.tilt = losses, tilt
         self.moments: Moments = losses.moments(tilt)
         spread = self.moments.spread
-        self.period = max(period * spread, math.log(1 / (COUNTED_TWICE * delta)) / tilt)
+        self.period = max(period * spread, -math.log(COUNTED_TWICE * max(delta, 1e-300)) / tilt)
         self.step = 2 * math.pi / self.period
         self.width = WIDTH / tilt
         # Weights, distances from their mean, how many steps have them, and the size of what a distance is made of.
@@ -145,7 +145,7 @@ class _Line:
         self.places = self.step * np.arange(self._blocks() * BLOCK, dtype=np.float64)
         self.end = self._beyond(self.places[-1] + self.step)
         # Far enough from the mean for any answer.
-        self.reach = 2 * self.period + 60 / tilt
+        self.reach = max(2 * self.period + 60 / tilt, 0.0 if epsilon is None else abs(epsilon - self.moments.mean))
         self.terms, self.rounded = self._terms()
 
     def epsilon(self, delta: float) -> float:
@@ -178,6 +178,8 @@ class _Line:
 
     def is_close(self, epsilon: float) -> bool:
         inside = self._sum(epsilon)
+        if abs(epsilon - self.moments.mean) > self.reach:
+            return False
         return self.end + self.rounded + self._growth * inside <= MOST_ERROR * inside
 
     def _inside(self, epsilon: float, side: int) -> float:
@@ -284,7 +286,7 @@ class _Line:
         other = self._beyond_period
         scale = self.losses.moments(other).log_scale + other * (self.width - epsilon)
         above = scale + _series((self.tilt - other) * self.period)
-        return sum(2 * math.exp(min(0.0, log)) for log in (below, above))  # twice, for what rounds here
+        return sum(2 * math.exp(min(700.0, log)) for log in (below, above))  # twice, for what rounds here
 
     @cached_property
     def _beyond_period(self) -> float:

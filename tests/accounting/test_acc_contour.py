@@ -229,3 +229,27 @@ def test_steps_so_few_that_single_ones_matter_keep_a_bound() -> None:
     events = [Event(1e-6, 0.5, 100)]
     value, below = epsilon(events, 1e-9), epsilon_below(events, 1e-9)
     assert below is not None and below < value < 0.05
+
+
+@pytest.mark.parametrize("spreads", [-4.0, -1.0, 0.0, 2.0])
+def test_what_the_sum_counts_besides_delta_is_within_its_bound(spreads: float) -> None:
+    """Far below the mean it is far more than 1; there a lower bound must subtract all of it."""
+    sigma, steps = 300.0, 10_000
+    parts = Contour.of([(cells(1.0, sigma), steps)], 1e-6)
+    line = _Line(parts, 12.0, 1e6, None, 4.0)
+    value = line.moments.mean + spreads * line.moments.spread
+    whole = sigma / math.sqrt(steps)
+    others = [
+        math.exp(line.tilt * k * line.period) * _gaussian(whole, value + k * line.period - line.width / 2)
+        for k in range(-8, 9) if k
+    ]  # fmt: skip
+    assert 0 < sum(others) <= line.aliases(value) * 1.01
+    counted = line._inside(value, +1)
+    assert counted - line.aliases(value) <= _gaussian(whole, value - line.width)
+    if spreads < -2:
+        assert line.aliases(value) > 1
+
+
+def _gaussian(sigma: float, value: float) -> float:
+    """delta at any epsilon, below zero as well."""
+    return float(ndtr(0.5 / sigma - value * sigma) - math.exp(value) * ndtr(-0.5 / sigma - value * sigma))
