@@ -174,3 +174,12 @@ def forget(path: Path, segment: str, done: int) -> None:
     key = load(path)
     if key.chain is not None and key.chain.segment == segment and key.chain.step <= done:
         rewrite(replace(key, chain=key.chain.at(done + 1)), path)
+
+
+def burn(path: Path, segment: str, done: int, head: dict[str, Any]) -> None:
+    """The same before anyone can see the weights of step `done`, checkpoint or not: these steps are never made again.
+    The file also keeps the ledger's head, so that neither can be exchanged for an older one alone."""
+    key = load(path)
+    if key.chain is None or key.chain.segment != segment:
+        raise KeyFileError("the secret file was exchanged while the run lasted; start the run again")
+    rewrite(replace(key, chain=key.chain.at(done + 1), head=head), path)

@@ -3,8 +3,8 @@
 The file is in RUN_DIR/secret/, outside every checkpoint folder. It contains two secrets that reveal nothing about each
 other: a lasting one, from which the signature, the self-test and the order of public records are derived, and one link
 of the chain from which the keys of private steps are derived (`key_chain`). The link is replaced at every durable
-checkpoint. Anyone who has it can redraw the noise of the steps that follow, so the file is destroyed with the final
-certificate.
+checkpoint, and at every step of a run whose weights may be seen after any. Anyone who has it can redraw the noise of
+the steps that follow, so the file is destroyed with the final certificate.
 """
 
 from __future__ import annotations
@@ -109,6 +109,10 @@ class RunKey:
     debug: bool = False
     chain: Link | None = None
     """The chain of the segment that was begun last; None before the first, and in a file of version 0.1."""
+    head: dict[str, Any] | None = None
+    """Of runs whose link moves at every step: the `Head` of the ledger when it moved last."""
+    order: str | None = None
+    """A digest of the order in which records were numbered when the run was last opened, if that matters."""
 
     @staticmethod
     def fresh() -> RunKey:
@@ -222,6 +226,7 @@ def _text(key: RunKey) -> bytes:
         chain = {"segment": key.chain.segment, "step": key.chain.step, "state": key.chain.state.hex()}
         chain |= {} if key.chain.slots == 1 else {"slots": key.chain.slots}
     content = {"format": FORMAT, "debug": key.debug, "lasting": key.secret.hex(), "chain": chain}
+    content |= {name: value for name in ("head", "order") if (value := getattr(key, name)) is not None}
     return json.dumps({**content, "check": _check(content)}, indent=1).encode() + b"\n"
 
 
@@ -234,7 +239,8 @@ def _of_text(content: bytes, path: Path) -> RunKey:
         if check != _check(found):
             raise ValueError("its check does not match")
         chain = found["chain"] and Link(**{**found["chain"], "state": bytes.fromhex(found["chain"]["state"])})
-        return RunKey(bytes.fromhex(found["lasting"]), found["debug"], chain)
+        more = {name: found[name] for name in ("head", "order") if name in found}
+        return RunKey(bytes.fromhex(found["lasting"]), found["debug"], chain, **more)
     except KeyFileError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -22,7 +22,7 @@ from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
-from murmuration.accounting.keys import Derive, Purpose, destroy
+from murmuration.accounting.keys import Derive, Purpose, destroy, load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.lines import NAMED
@@ -72,6 +72,7 @@ from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepSummary
+from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.certify import completed, earlier_certificate
 from murmuration.train.storage.checkpoint import Keep, Position
 from murmuration.train.storage.checkpoint_read import Loaded
@@ -216,8 +217,15 @@ ALLOWANCE = (
     f"{rounding_allowance(RECORDS_AT_ONCE):.1e}·C); C is lowered by it."
 )
 NUMBERS = (
-    "Noise is correlated over blocks of steps, in each of which a record takes part once, by its number: that the "
-    "program gave a record the same number whenever the run was continued is not looked at."
+    "In an epoch of random allocation, or a block of steps with correlated noise, a record takes part once, by its "
+    "number, and the run was continued within one: that the program gave each record the same number as before is its "
+    "own word (`order`; versions before did not ask for it)."
+)
+RESTORED = (
+    "This run has no log outside its directory. Its secret file tells how long the ledger is and loses the keys of "
+    "each step before the step's weights can be seen, so a ledger or a secret folder that is restored alone is "
+    "refused. A whole run directory that is restored in place (secret folder, ledger and checkpoints together) cannot "
+    "be told from the original: its steps may then be made again under the same keys, and are charged once."
 )
 WATCHED = (
     "Nobody watches the run: who sees the console, the files or the load of the machine while it lasts sees when steps "
@@ -239,6 +247,7 @@ DEVIATIONS = [
     "The records are known by the name and number that the program gave them; other runs on them are not known.",
     WATCHED,
     SECRET_FOLDER,
+    RESTORED,
 ]
 
 
@@ -256,7 +265,8 @@ class PrivateTraining:
 
     `model(inputs)` returns one loss per record; `read(number)` returns the inputs of one of the records
     0 … records - 1, whose number is given as an array of one, by one thread at a time. With `views`, it may return
-    several rows for a record, and the model returns one loss per row.
+    several rows for a record, and the model returns one loss per row. A record for which it raises anything is absent;
+    the reason goes to the run directory's `logs/private`. `prove` tries a few and refuses a `read` that fails for all.
 
         with PrivateTraining(model, read, ...) as training:
             training.prove()
@@ -264,9 +274,10 @@ class PrivateTraining:
                 training.step(t, learning_rate)
             training.finish()
 
-    Each step spends part of the budget when it begins. Weights may be looked at at any time; so after a crash, steps
-    since the last `save` are not replayed: they stay charged, new keys are used, and the last steps may be refused
-    (BudgetSpent). On several processes every rank runs the same program; a launcher starts them.
+    Each step spends part of the budget when it begins. Weights may be looked at at any time; so the keys of a step are
+    gone when it returns, and after a crash, steps since the last `save` are not replayed: they stay charged, new keys
+    are used, and the last steps may be refused (BudgetSpent). A ledger, or a secret folder, that was restored from a
+    backup is refused (LedgerError). On several processes every rank runs the same program; a launcher starts them.
     """
 
     def __init__(
@@ -279,17 +290,19 @@ class PrivateTraining:
         computation: Computation | None = None, keep_checkpoints: int = 2, keep_key: bool = False,
         debug_seed: int | None = None, new_segment: str | None = None, ranks: Ranks | None = None,
         about_data: str | None = None, about_owner: str | None = None, bands: int | None = None, views: int = 1,
-        sampling: Sampling = "poisson", shard_over: int | None = None,
+        sampling: Sampling = "poisson", shard_over: int | None = None, order: str | None = None,
     ) -> None:  # fmt: skip
         """`synthetic(size, seed)`: random inputs of the right form, for the self-test. `dataset`: a name and version of
         the records; a run is continued with records of the same name alone. `delta`: None is 1/(2n). `clip_norm`: C.
         `noise_multiplier`: None calibrates it to `epsilon`. `ranks`: None joins those that a launcher started.
         `about_data`, `about_owner`: what the records are and who is responsible, for the certificate. `bands`: steps of
-        a block whose noise is correlated (docs/privacy.md); None is independent noise. With it, `read` must give a
-        record the same number whenever the run is continued: its part of the records depends on it. `views`: the most
+        a block whose noise is correlated (docs/privacy.md); None is independent noise. `views`: the most
         rows that `read` returns for a record; the mean gradient of those that it returns is clipped as one. `sampling`:
         with "allocation", each record takes part in one step of every epoch (docs/privacy.md).
-        `shard_over`: with FSDP2, the ranks of one copy of the weights; None: all."""
+        `shard_over`: with FSDP2, the ranks of one copy of the weights; None: all. `order`: with allocation, any text
+        that changes if a record's number does, such as a digest of their names in order. An epoch is gone on with only
+        if it is the same at every opening; without it, every opening begins a new epoch (with bands: a new block) under
+        new keys, and the one that was broken off stays charged."""
         floor = optimizer is not None and optimizer.params.noise_floor is not None
         _require_possible(bands is not None, sampling == "allocation", floor, keep_key)
         quiet_libraries()
@@ -300,6 +313,7 @@ class PrivateTraining:
         }
         self._read, self._views, self._synthetic = read, views, SyntheticRecords(synthetic, rows=views)
         self._micro_batch, self._keep_key = micro_batch, keep_key
+        self._order = None if order is None else hashlib.sha256(order.encode()).hexdigest()
         self._engine_settings = EngineSettings(engine, micro_batch, zero or ZeroOptimization(), shard_over)
         self._computation = computation or Computation()
         folder = RunDir(Path(run_dir))
@@ -342,14 +356,25 @@ class PrivateTraining:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.ranks.require_same("the model and the arguments of the training", digest)
         segment = self.ranks.on_main(
-            lambda: self._run.segment(PHASE, NAME, digest, self._data, self.done, "their weights may have been seen")
+            lambda: self._run.segment(
+                PHASE, NAME, digest, self._data, self.done, "their weights may have been seen", self._why_anew()
+            )
         )
         derive = self._run.derive(PHASE, segment, self.done)
         core = PrivateCore(
             self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise, segment.from_step
         )
         self.ranks.on_main(lambda: self._run.require_generator(segment, core.generator))
+        self.ranks.on_main(lambda: self._run.remember(self._order))
         self._core = core
+
+    def _why_anew(self) -> str | None:
+        """Why an epoch or a block that was begun is not gone on with: records take part in it once, by number."""
+        if self.plan.bands > 1 and (self._order is None or self.done % self.plan.bands):
+            return "the keys of a block's earlier steps are gone, and later ones need them"
+        if self.plan.slots > 1 and (self._order is None or load(self._run.folder.key).order != self._order):
+            return "the program does not say, or not the same, in which order it numbers the records"
+        return None
 
     def _declared(
         self, records: int, expected_batch: float, steps: int, epsilon: float, delta: float | str | None,
@@ -401,7 +426,9 @@ class PrivateTraining:
                 "not in a list outside the model either"
             )
         self._modes, self._held = modes_of(self._model), Held.by(self._model)
-        reader = FunctionReader(self._read, self._synthetic.make(1, 0), self._views)
+        self._reader = reader = FunctionReader(self._read, self._synthetic.make(1, 0), self._views)
+        self.ranks.on_main(lambda: reader.try_first(self.plan.records))
+        self._bad = BadRecordList(self._run.folder, self.ranks.rank)
         self._loader = Loader(
             reader, core.shared_sampler(), self.ranks.rank, self.ranks.world, self._micro_batch, last=self.plan.steps
         )
@@ -438,6 +465,7 @@ class PrivateTraining:
         self._failed = number
         try:
             summary = step.run(number, learning_rate)
+            self._run.burn(number)
         except (Stopped, BudgetSpent):  # nothing reached the weights
             self.core.engine.discard()
             self._failed = None
@@ -482,6 +510,8 @@ class PrivateTraining:
             lambda found: run.writer.checkpointed(PHASE, self.done, found),
         )  # fmt: skip
         run.forget(self.done)
+        if self._step is not None:
+            self._bad.add(NAME, self._reader.bad_reasons)
         self.saved = self.done
         return digest
 
@@ -506,7 +536,7 @@ class PrivateTraining:
         run = self._run
         run.writer.finish()
         extra = {
-            "known_deviations": [*DEVIATIONS, *([NUMBERS] if self.plan.banded is not None else [])],
+            "known_deviations": [*DEVIATIONS, *([NUMBERS] if self._continued_within() else [])],
             "siblings": [],
             **self._described,
             "dates": {"last_start": run.checkpoints.times.day},
@@ -527,9 +557,15 @@ class PrivateTraining:
             destroy(run.folder.key)
         return certificate.verify(run.folder.root)
 
+    def _continued_within(self) -> bool:
+        together = max(self.plan.bands, self.plan.slots)
+        entries = self._run.writer.ledger.entries
+        return any(entry.kind == "resume" and entry.fields["step"] % together for entry in entries)
+
     def close(self) -> None:
         """Lets go of readers, engine and the ledger's lock; the run can be continued."""
         if self._step is not None:
+            self._bad.add(NAME, self._reader.bad_reasons)
             self._loader.close()
             self._stop.restore()
         if self._core is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -21,8 +22,9 @@ import numpy as np
 
 from murmuration.accounting.epsilon.allocation import allocated, allocated_below
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
+from murmuration.accounting.epsilon.contour import Contour
 from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
-from murmuration.accounting.epsilon.loss_lattice import LossLattice, lower, upper
+from murmuration.accounting.epsilon.loss_lattice import LossLattice, cells, dots, lower, upper
 from murmuration.accounting.plan import PrivacyPlan
 
 if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped batches need it
@@ -48,6 +50,8 @@ QUICK_SPREAD, QUICK_BLUR, QUICK_CELLS = 500, 0.02, 2**15
 QUICK_INTERVAL = 2**8 * INTERVAL
 # A lower bound uses a finer lattice if rounding the losses would take more than this off their sum.
 MOST_ROUNDED = 3e-4
+# A lattice that adds more than this part of epsilon is replaced by a contour integral.
+MOST_ADDED = 1e-3
 # Lattice cells of one of `other_pairs`, times records: about a second. Beyond that the interval grows.
 MOST_WORK = 2**21
 
@@ -187,7 +191,13 @@ def epsilon_below(events: Sequence[Event], delta: float) -> float | None:
         best = min(best, (rounded, lattices), key=lambda found: found[0])
         if rounded < MOST_ROUNDED:
             break
-    return Composition(best[1], counts).epsilon_below(delta)
+    value = Composition(best[1], counts).epsilon_below(delta)
+    if all(event.slots == 1 for event in merged):
+        with suppress(AccountingError):
+            finer = Contour.of([(cells(event.rate, event.sigma), event.count) for event in merged], delta)
+            if _added(Composition(best[1], counts), finer, delta) > MOST_ADDED * value:
+                value = max(value, finer.epsilon_below(delta))
+    return value
 
 
 def delta_at(events: Sequence[Event], epsilon: float) -> float:
@@ -205,8 +215,14 @@ def deltas_at(events: Sequence[Event], epsilons: Sequence[float], about: float) 
         return [0.0 for _ in epsilons]
     if (sigma := plain_sigma(merged)) is not None:
         return [gaussian_delta(sigma, value) for value in epsilons]
-    both = (composition.deltas(epsilons) for composition in _compositions(merged, interval_for(merged, about)))
-    return [max(pair) for pair in zip(*both, strict=True)]
+    both = _compositions(merged, interval_for(merged, about))
+    found = [max(pair) for pair in zip(*(side.deltas(epsilons) for side in both), strict=True)]
+    value = max(epsilons, default=0.0)
+    if (contours := _contours(merged, about)) and _added(both[0], contours[0], about) > MOST_ADDED * value:
+        with suppress(AccountingError):
+            finer = [max(pair) for pair in zip(*(side.deltas(epsilons) for side in contours), strict=True)]
+            found = [min(pair) for pair in zip(found, finer, strict=True)]
+    return found
 
 
 def round_up(value: float, digits: int = 4) -> float:
@@ -258,10 +274,46 @@ def halve(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 @lru_cache(maxsize=256)
 def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
-    return larger_epsilon(_compositions(events, interval_for(events, delta)), delta)
+    both = _compositions(events, interval_for(events, delta))
+    value = larger_epsilon(both, delta)
+    if (
+        value > 0
+        and (contours := _contours(events, delta))
+        and _added(both[0], contours[0], delta) > MOST_ADDED * value
+    ):
+        try:
+            value = min(value, larger_epsilon(contours, delta))
+        except AccountingError:  # single steps matter: few of them, each with rare large losses
+            with suppress(AccountingError):
+                value = max(side.refined(value, delta) for side in both)
+    return value
 
 
-def larger_epsilon(both: Iterable[Composition], delta: float) -> float:
+def _added(lattice: Composition, contour: Contour, delta: float) -> float:
+    """About how much a lattice adds to epsilon: Chernoff's bound of it with the same losses, less that without it."""
+    tilt = contour._tilt_for(delta)
+    parts = []
+    for on, off in zip(lattice.lattices, contour.lattices, strict=True):
+        end = int(np.searchsorted(on.losses, off.losses.max()))
+        parts.append(replace(on, masses=on.masses[: end + 1]))
+    # Of few steps the largest losses, which the two cut off at different places, may matter as much.
+    coarse = Composition(tuple(parts), lattice.counts).moments(tilt).log_scale
+    return abs(coarse - contour.moments(tilt).log_scale) / tilt
+
+
+def _contours(events: Sequence[Event], delta: float) -> tuple[Contour, Contour] | None:
+    """As `_compositions`, on no lattice; None for what is known on a lattice alone."""
+    if any(event.cap is not None or event.slots > 1 for event in events):
+        return None
+    try:
+        pairs = [(dots(event.rate, event.sigma), event.count) for event in events]
+    except AccountingError:
+        return None
+    first, second = (Contour.of([(pair[k], count) for pair, count in pairs], delta) for k in (0, 1))
+    return first, second
+
+
+def larger_epsilon(both: Iterable[Composition | Contour], delta: float) -> float:
     """The larger epsilon of the two directions; the second is only bounded where that shows it to be smaller."""
     first, second = both
     value = first.epsilon(delta)

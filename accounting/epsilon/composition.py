@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from murmuration.accounting.epsilon.gaussian import AccountingError
-from murmuration.accounting.epsilon.loss_lattice import UNIT, Array, LossLattice
+from murmuration.accounting.epsilon.loss_lattice import UNIT, Array, Atoms, LossLattice
 
 # The largest share of delta that the bounds of all errors together may reach.
 MOST_ERROR = 1e-3
@@ -50,11 +50,68 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Composition:
-    """`counts[i]` independent steps of `lattices[i]`, which share one interval."""
+class Sum:
+    """The sum of the losses of `counts[i]` independent steps of `lattices[i]`."""
+
+    lattices: tuple[LossLattice | Atoms, ...]
+    counts: tuple[int, ...]
+
+    @cached_property
+    def lost(self) -> float:
+        """The amount charged to delta directly: masses at infinity and absolute errors of single steps."""
+        return sum(n * (x.infinite + x.absolute) for x, n in zip(self.lattices, self.counts, strict=True))
+
+    @cached_property
+    def slack(self) -> float:
+        return sum(n * x.slack for x, n in zip(self.lattices, self.counts, strict=True))
+
+    def delta_is_below(self, delta: float, epsilon: float) -> bool:
+        """Whether Chernoff's bound alone shows that delta(epsilon) is smaller than `delta`."""
+        tilts = self._tilt_with_mean(epsilon) * np.array([1.0, 0.8, 0.5])
+        best = min(self.moments(tilt).log_scale - tilt * (epsilon - self.slack) for tilt in tilts)
+        return self.lost + 2 * math.exp(min(0.0, best)) < delta
+
+    def moments(self, tilt: float) -> Moments:
+        return _moments([(x.log_masses, x.losses, n) for x, n in zip(self.lattices, self.counts, strict=True)], tilt)
+
+    @cached_property
+    def _thinned(self) -> list[tuple[Array, Array, int]]:
+        """Log masses, losses and counts of lattices with fewer points, for searches that need no bound."""
+        found = []
+        for lattice, count in zip(self.lattices, self.counts, strict=True):
+            width = max(1, len(lattice.masses) // 8192)
+            starts = np.arange(0, len(lattice.masses), width)
+            masses = np.add.reduceat(lattice.masses, starts)
+            kept = masses > 0
+            losses = np.add.reduceat(lattice.masses * lattice.losses, starts)[kept] / masses[kept]
+            found.append((np.log(masses[kept]), losses, count))
+        return found
+
+    def _moments_about(self, tilt: float) -> Moments:
+        return _moments(self._thinned, tilt)
+
+    def _tilt_for(self, delta: float, moments: Callable[[float], Moments] | None = None) -> float:
+        """The tilt whose mean lies about where `delta` is reached (a saddle-point estimate, not a bound)."""
+        moments = moments or self._moments_about
+
+        def excess(log_tilt: float) -> float:
+            tilt = math.exp(log_tilt)
+            at = moments(tilt)
+            width = 1 + math.sqrt(2 * math.pi) * tilt * (1 + tilt) * at.spread
+            return at.log_scale - tilt * at.mean - math.log(width) - math.log(delta)
+
+        return _root(excess)
+
+    def _tilt_with_mean(self, epsilon: float, moments: Callable[[float], Moments] | None = None) -> float:
+        moments = moments or self._moments_about
+        return _root(lambda log_tilt: epsilon - moments(math.exp(log_tilt)).mean)
+
+
+@dataclass(frozen=True)
+class Composition(Sum):
+    """Steps whose lattices share one interval."""
 
     lattices: tuple[LossLattice, ...]
-    counts: tuple[int, ...]
 
     def epsilon(self, delta: float) -> float:
         """Upper bound of the epsilon at `delta`."""
@@ -99,6 +156,17 @@ class Composition:
             tilt = self._tilt_with_mean(value, moments)
         return value, errors, inside
 
+    def refined(self, value: float, delta: float) -> float:
+        """The least of some upper bounds of the epsilon at `delta`, of which `value` is one: losses that are rare and
+        large fold back into a window that is wide enough for others."""
+        for _ in range(2):
+            window = _Window(self, self._tilt_with_mean(value, self.moments), 2 * SPREADS, NEAR)
+            found, errors = window.epsilon(delta)
+            if errors > MOST_ERROR * delta or found >= value:
+                break
+            value = max(0.0, found)
+        return value
+
     def epsilon_below(self, delta: float) -> float:
         """Lower bound of the epsilon at `delta`, if the lattices bound their steps from below."""
         tilt, spreads = self._tilt_for(delta), SPREADS
@@ -107,12 +175,6 @@ class Composition:
             spreads *= 2
             window = _Window(self, tilt, spreads)
         return max(0.0, window.epsilon_below(delta, outside))
-
-    def delta_is_below(self, delta: float, epsilon: float) -> bool:
-        """Whether Chernoff's bound alone shows that delta(epsilon) is smaller than `delta`."""
-        tilts = self._tilt_with_mean(epsilon) * np.array([1.0, 0.8, 0.5])
-        best = min(self.moments(tilt).log_scale - tilt * (epsilon - self.slack) for tilt in tilts)
-        return self.lost + 2 * math.exp(min(0.0, best)) < delta
 
     def spread_at(self, delta: float) -> float:
         return self._moments_about(self._tilt_for(delta)).spread
@@ -134,53 +196,9 @@ class Composition:
             found[value] = lowest
         return [found[value] for value in asked]
 
-    @cached_property
-    def lost(self) -> float:
-        """The amount charged to delta directly: masses at infinity and absolute errors of single steps."""
-        return sum(n * (x.infinite + x.absolute) for x, n in zip(self.lattices, self.counts, strict=True))
-
-    @cached_property
-    def slack(self) -> float:
-        return sum(n * x.slack for x, n in zip(self.lattices, self.counts, strict=True))
-
     @property
     def interval(self) -> float:
         return self.lattices[0].interval
-
-    def moments(self, tilt: float) -> Moments:
-        return _moments([(x.log_masses, x.losses, n) for x, n in zip(self.lattices, self.counts, strict=True)], tilt)
-
-    @cached_property
-    def _thinned(self) -> list[tuple[Array, Array, int]]:
-        """Log masses, losses and counts of lattices with fewer points, for searches that need no bound."""
-        found = []
-        for lattice, count in zip(self.lattices, self.counts, strict=True):
-            width = max(1, len(lattice.masses) // 8192)
-            starts = np.arange(0, len(lattice.masses), width)
-            masses = np.add.reduceat(lattice.masses, starts)
-            kept = masses > 0
-            losses = np.add.reduceat(lattice.masses * lattice.losses, starts)[kept] / masses[kept]
-            found.append((np.log(masses[kept]), losses, count))
-        return found
-
-    def _moments_about(self, tilt: float) -> Moments:
-        return _moments(self._thinned, tilt)
-
-    def _tilt_for(self, delta: float, moments: Callable[[float], Moments] | None = None) -> float:
-        """The tilt whose mean lies about where `delta` is reached (a saddle-point estimate, not a bound)."""
-        moments = moments or self._moments_about
-
-        def excess(log_tilt: float) -> float:
-            tilt = math.exp(log_tilt)
-            at = moments(tilt)
-            width = 1 + math.sqrt(2 * math.pi) * tilt * (1 + tilt) * at.spread
-            return at.log_scale - tilt * at.mean - math.log(width) - math.log(delta)
-
-        return _root(excess)
-
-    def _tilt_with_mean(self, epsilon: float, moments: Callable[[float], Moments] | None = None) -> float:
-        moments = moments or self._moments_about
-        return _root(lambda log_tilt: epsilon - moments(math.exp(log_tilt)).mean)
 
 
 def _moments(parts: Iterable[tuple[Array, Array, int]], tilt: float) -> Moments:
@@ -294,7 +312,7 @@ class _Window:
         moved = FAINT
         for apart, largest, error, rounds, count in factors:
             here, bound = apart[kept], largest[kept]
-            log_size += count * _log_size(here)
+            log_size += count * log_modulus(here)
             angle += count * np.arctan2(here.imag, 1 + here.real)
             # (x + e)^n - x^n <= n·e·(x + e)^(n - 1), where the other factors are no larger than their own bounds.
             moved += count * error * math.exp(float((log_product - np.log(largest)).max()))
@@ -400,7 +418,7 @@ def _hockey_stick(losses: Array, weights: Array, epsilon: float) -> float:
     return float(weights[above:] @ -np.expm1(epsilon - losses[above:]))
 
 
-def _log_size(apart: NDArray[np.complex128]) -> Array:
+def log_modulus(apart: NDArray[np.complex128]) -> Array:
     """log|1 + x| of complex x, accurate to the last digits even if x is small."""
     size = np.abs(1 + apart)
     with np.errstate(divide="ignore"):

@@ -39,6 +39,36 @@ MOST_CELLS = 2**24
 # How many cells on either side of the fullest one get walls of their own.
 NEAR = 1000
 RELAXING = 150
+# `dots`: how many of them to a change of the output by its noise, or of the log likelihood ratio by 1. They add at most
+# a share of 1 / (4·64²) to the variance of a loss.
+FINENESS = 64
+MOST_ATOMS = 2**16
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """As `LossLattice`, at any losses."""
+
+    masses: Array
+    losses: Array
+    infinite: float
+    error: float
+    slack: float
+    absolute: float = 0.0
+
+    def cut(self, share: float) -> Atoms:
+        """Without the largest losses, which have no more than this mass; it counts as infinite."""
+        order = np.argsort(-self.losses)
+        beyond = np.cumsum(self.masses[order])
+        kept = order[beyond > share]
+        lost = float(beyond[len(order) - len(kept) - 1]) if len(kept) < len(order) else 0.0
+        infinite = self.infinite + 1.001 * lost
+        return Atoms(self.masses[kept], self.losses[kept], infinite, self.error, self.slack, self.absolute)
+
+    @cached_property
+    def log_masses(self) -> Array:
+        with np.errstate(divide="ignore"):
+            return np.log(self.masses)
 
 
 @dataclass(frozen=True)
@@ -96,6 +126,34 @@ def upper(rate: float, sigma: float, interval: float) -> tuple[LossLattice, Loss
         LossLattice(interval, first, present, infinite=infinite, error=step.error, slack=step.slack),
         LossLattice(interval, -last, absent[::-1].copy(), infinite=below, error=step.error, slack=step.slack),
     )
+
+
+@lru_cache(maxsize=6)
+def dots(rate: float, sigma: float) -> tuple[Atoms, Atoms]:
+    """Pairs that dominate the step, in both directions, whose losses lie as far apart as their size allows."""
+    step = _Step(rate, sigma)
+    places = step.spread_out()
+    losses = step.loss(places)
+    low, high = step.connect_the_dots(places)
+    absent = np.append(low, 0.0) + np.append(0.0, high)
+    present = absent * np.exp(losses)
+    # Mass beyond the reach moves to a higher loss, where "higher" depends on the direction.
+    below, above = float(ndtr(-REACH)), float(ndtr(-step.top))
+    present[0] += below
+    absent[-1] += above
+    infinite = (1 - rate) * above + rate * float(ndtr(1 / sigma - step.top))
+    return Atoms(present, losses, infinite, step.error, step.slack), Atoms(
+        absent, -losses, below, step.error, step.slack
+    )
+
+
+@lru_cache(maxsize=6)
+def cells(rate: float, sigma: float) -> Atoms:
+    """A pair that the step dominates, with the record against without it: cells as narrow as those between `dots`."""
+    step = _Step(rate, sigma)
+    masses, losses = step.merged(step.spread_out())
+    kept = masses > 0
+    return Atoms(masses[kept], losses[kept], 0.0, step.error, 2 * step.slack)
 
 
 @dataclass(frozen=True)
@@ -241,20 +299,32 @@ class _Step:
             )
         return math.floor(ends[0] / interval), max(math.ceil(ends[1] / interval), math.floor(ends[0] / interval) + 2)
 
-    def connect_the_dots(self, places: Array, lowest: float) -> tuple[Array, Array]:
-        """Mass under Q that each cell gives to its lower and to its upper point."""
+    def spread_out(self) -> Array:
+        """Places all over the reach between which losses change by a small part of their size (or of their spread)."""
+        count = math.ceil((self.top + REACH) * FINENESS / min(1.0, self.sigma))
+        if count > MOST_ATOMS:
+            raise AccountingError(
+                f"steps with sigma = {self.sigma} take too many losses to account for; use more noise"
+            )
+        return np.linspace(-REACH, self.top, count + 1)
+
+    def connect_the_dots(self, places: Array, lowest: float | None = None) -> tuple[Array, Array]:
+        """Mass under Q that each cell gives to its lower and to its upper point; `lowest`: the loss of the first point,
+        if it is below that of the first place."""
         # Beyond the reach there is nothing to integrate; the shares still refer to the whole cell.
         cell, inside, width, z = self._panels(np.minimum(places, self.top))
         spans = np.diff(places) / self.sigma
         whole = np.expm1(spans)
         # The lowest cell may reach below every loss, where there is no place to measure from.
-        whole[0] = max(self._over(places[1:2], lowest)[0], np.finfo(np.float64).tiny)
+        if lowest is not None:
+            whole[0] = max(self._over(places[1:2], lowest)[0], np.finfo(np.float64).tiny)
         low, high = np.zeros(len(spans)), np.zeros(len(spans))
         wholes, firsts = whole[cell], cell == 0
         for node, weight in zip(NODES, WEIGHTS, strict=True):
             here = inside + node * width
             share = np.expm1(here / self.sigma)
-            share[firsts] = self._over(z[firsts] + node * width[firsts], lowest)
+            if lowest is not None:
+                share[firsts] = self._over(z[firsts] + node * width[firsts], lowest)
             share = np.clip(share / wholes, 0.0, 1.0)
             mass = weight * width * _density(z + node * width)
             high += np.bincount(cell, weights=share * mass, minlength=len(spans))
@@ -268,7 +338,10 @@ class _Step:
             places[0] = -REACH
         if ends[1]:
             places[-1] = max(places[-1], self.top)
-        places = np.minimum(np.maximum.accumulate(places), self.top)
+        return self.merged(np.minimum(np.maximum.accumulate(places), self.top))
+
+    def merged(self, places: Array) -> tuple[Array, Array]:
+        """The same between places."""
         cell, _, width, z = self._panels(places)
         middles = self.loss(0.5 * (places[:-1] + places[1:]))
         under_p, under_q = np.zeros(len(middles)), np.zeros(len(middles))

@@ -9,20 +9,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from murmuration.data.decode.decode import BadRecord
+from murmuration.accounting.errors import RunError
+from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 
 Read = Callable[[np.ndarray], Mapping[str, Tensor]]
 """Maps an array with the number of one record to the model's inputs, by name, each with one row, or with one for each
 of the record's views."""
+FIRST = 8
+"""How many records are tried before a run begins. If all of them fail, it is the function that is wrong."""
+
+
+class ReadFailsError(RunError, ValueError):
+    """The function returns no record at all."""
 
 
 class FunctionReader:
     """A `Reader` for a `Loader`. `read` is called for one record at a time, by one thread at a time, so that the inputs
     of a record cannot depend on the others that were drawn.
 
-    A record for which it raises BadRecord, or returns another shape than that of `like`, is absent; n does not change.
-    It may return up to `rows` rows for a record, whose losses are averaged.
+    A record for which it raises anything, or returns something else than `like` has (names, shapes, types that can be
+    converted), is absent; n does not change. That a record ended a run would tell of it, and every start would draw it
+    again. It may return up to `rows` rows for a record, whose losses are averaged.
     """
 
     in_flight = 1
@@ -49,25 +57,45 @@ class FunctionReader:
                     continue
                 own = slice(place * self._rows, place * self._rows + len(next(iter(found.values()))))
                 for name, rows in found.items():
-                    inputs[name][own] = rows.to(inputs[name].dtype)
+                    inputs[name][own] = rows
                 shares[own] = 1 / (own.stop - own.start)
                 present[place] = True
         return Fetched(MicroBatch(inputs if self._rows == 1 else {**inputs, ROW_SHARE: shares}, present), bad)
 
     def _one(self, number: np.ndarray) -> dict[str, Tensor]:
-        found = dict(self._read(number))
+        try:
+            # A copy: the function may keep the array, and must not change whose record is whose.
+            with parsing("read() failed"):
+                return self._checked(dict(self._read(number.copy())))
+        except MemoryError as error:  # of what this record asks for; the next one gets its turn
+            raise BadRecord(f"read() failed ({type(error).__name__})") from error
+
+    def _checked(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         if found.keys() != self._empty.keys():
-            raise ValueError(
-                f"read() returns other inputs than those of the synthetic records, {sorted(self._empty)}; both are the "
-                "model's inputs, so give both the same names"
-            )
+            raise BadRecord(f"read() returns {sorted(found)}, but the synthetic records have {sorted(self._empty)}")
         shape = next(iter(found.values())).shape
         count = min(max(1, shape[0]), self._rows) if shape else 1
         for name, rows in found.items():
-            wanted = [count, *self._empty[name].shape[1:]]
+            like = self._empty[name]
+            wanted = [count, *like.shape[1:]]
             if list(rows.shape) != wanted:
                 raise BadRecord(f"{name} has shape {list(rows.shape)}, not {wanted}")
+            if not torch.can_cast(rows.dtype, like.dtype):
+                raise BadRecord(f"{name} has type {rows.dtype}, which {like.dtype} cannot hold")
+            found[name] = rows.detach().to(like.device, like.dtype)
         return found
+
+    def try_first(self, records: int) -> None:
+        """Before anything is charged: refuses a function that fails for every one of a few records, spread over all.
+        Nothing is said of a single one."""
+        tried = np.unique(np.linspace(0, records - 1, FIRST).astype(np.int64))
+        bad = self.fetch(tried, 0).bad
+        if 1 < len(tried) == len(bad):
+            raise ReadFailsError(
+                f"read() failed for all of {len(bad)} records that were tried, so it is no single record's fault; call "
+                f"read(np.array([{tried[0]}])) to see why: it must return tensors named {sorted(self._empty)} with one "
+                "row, as `synthetic` makes them"
+            )
 
     def report(self, fetched: Fetched) -> None:
         """Note the bad records. Private: which records are unusable reveals something about them."""

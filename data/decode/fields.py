@@ -24,6 +24,10 @@ _INTEGER = re.compile(rf"-?[0-9]{{1,{_MOST_DIGITS}}}")
 _NESTING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)  # whole strings, an open one to the end
 
 
+MOST_BYTES = 1 << 20
+"""Of a .json or a caption. JSON takes 25 times its size in memory, and seconds for each megabyte, in the trainer."""
+
+
 def numbers_of(
     members: Mapping[str, bytes], labels: Sequence[str], target: str | None, classes: int, weight: str | None,
     class_list: ClassList | None = None,
@@ -97,6 +101,8 @@ def _output(number: int, class_list: ClassList) -> int:
 def captions_of(members: Mapping[str, bytes], suffix: str) -> list[str]:
     """The caption in the member of that suffix; without such a member, those that the .json lists. Never empty."""
     if suffix in members:
+        if len(members[suffix]) > MOST_BYTES:
+            raise BadRecord(f"the caption has more than {MOST_BYTES} bytes")
         try:
             return [members[suffix].decode("utf-8")]
         except UnicodeDecodeError as error:
@@ -118,6 +124,8 @@ def has_caption(members: Mapping[str, bytes], suffix: str) -> bool:
 
 
 def _fields(members: Mapping[str, bytes], wanted: Sequence[str]) -> Any:
+    if len(members.get("json", b"")) > MOST_BYTES:
+        raise BadRecord(f"no readable .json for {', '.join(wanted)} (more than {MOST_BYTES} bytes)")
     if _nested(members.get("json", b"")) > _MOST_NESTED:
         raise BadRecord(f"no readable .json for {', '.join(wanted)} (nested more than {_MOST_NESTED} deep)")
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from murmuration.data.batch.function_reader import FunctionReader
+from murmuration.data.batch.function_reader import FunctionReader, ReadFailsError
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.draw.micro_batch import EMPTY
 
@@ -56,11 +57,62 @@ def test_another_shape_is_left_out(shape: tuple[int, ...]) -> None:
     assert not found.batch.present.any() and "x has shape" in found.bad[0] and not found.batch.inputs["x"].any()
 
 
-@pytest.mark.parametrize("names", [("x",), ("x", "y", "z"), ("x", "z")])
-def test_other_names_are_refused(names: tuple[str, ...]) -> None:
-    reader = FunctionReader(lambda _: {name: torch.ones(1, 2) for name in names}, LIKE)
-    with pytest.raises(ValueError, match="other inputs"):
-        reader.fetch(np.array([0]), 1)
+def raises(error: BaseException) -> Any:
+    raise error
+
+
+GOOD = {"x": torch.ones(1, 2), "y": torch.ones(1)}
+FAULTS: dict[str, Any] = {
+    "OSError": lambda: raises(OSError("cannot identify image file '/patients/anna.png'")),
+    "KeyError": lambda: {}["/patients/anna.png"],
+    "ValueError": lambda: raises(ValueError("bad")),
+    "TypeError": lambda: None,  # no inputs at all
+    "StopIteration": lambda: raises(StopIteration()),
+    "MemoryError": lambda: raises(MemoryError()),
+    "RuntimeError": lambda: torch.zeros(2) + torch.zeros(3),
+    "AttributeError": lambda: {"x": torch.ones(1, 2), "y": None},
+    "cannot hold": lambda: GOOD | {"y": torch.ones(1, dtype=torch.complex64)},
+    "x has shape": lambda: GOOD | {"x": torch.ones(1, 3)},
+    "synthetic records have": lambda: GOOD | {"z": torch.ones(1)},
+    "['x']": lambda: {"x": torch.ones(1, 2)},
+}
+
+
+@pytest.mark.parametrize("reason", FAULTS)
+def test_whatever_fails_for_one_record_is_that_records(reason: str, capfd: pytest.CaptureFixture[str]) -> None:
+    reader = FunctionReader(lambda number: FAULTS[reason]() if number[0] == 5 else read(number), LIKE)
+    found = reader.fetch(np.array([5, 7]), 1)
+    assert found.batch.present.tolist() == [False, True] and not found.batch.inputs["x"][0].any()
+    assert found.batch.inputs["x"][1].tolist() == [7, -7] and reason in found.bad[5]
+    reader.try_first(6)
+    assert capfd.readouterr() == ("", ""), "which record it is, and where it lies, is private"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_still_does(error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        FunctionReader(lambda _: raises(error()), LIKE).fetch(np.array([0]), 1)
+
+
+@pytest.mark.parametrize("reason", FAULTS)
+def test_a_function_that_fails_for_all_is_refused_in_one_sentence_without_a_record(reason: str) -> None:
+    reader = FunctionReader(lambda _: FAULTS[reason](), LIKE)
+    with pytest.raises(ReadFailsError, match="failed for all of 8 records") as told:
+        reader.try_first(1000)
+    assert "anna" not in str(told.value) and "\n" not in str(told.value) and told.value.exit_code == 2
+    assert told.value.__cause__ is None and told.value.__context__ is None, "a traceback would show them"
+    reader.try_first(1)  # a single record is never the reason
+
+
+def test_a_function_that_changes_its_number_changes_no_other_record() -> None:
+    def rude(number: np.ndarray) -> dict[str, Tensor]:
+        found = read(number)
+        number[:] = EMPTY
+        return found
+
+    asked = np.array([1, 2])
+    found = FunctionReader(rude, LIKE).fetch(asked, 1)
+    assert asked.tolist() == [1, 2] and found.batch.inputs["x"].tolist() == [[1, -1], [2, -2]]
 
 
 def test_threads_take_turns() -> None:

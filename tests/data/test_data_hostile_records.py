@@ -18,8 +18,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.decode import fields
 from murmuration.data.decode.decode import BadRecord, parsing
-from murmuration.data.decode.fields import numbers_of
+from murmuration.data.decode.fields import MOST_BYTES, captions_of, numbers_of
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.text.clip_bpe import clean
 from murmuration.data.text.encoder import TextEncoder
@@ -120,6 +121,26 @@ def test_the_verdict_does_not_follow_the_depth_of_the_stack() -> None:
 def test_brackets_in_strings_and_side_by_side_are_no_nesting() -> None:
     content = {"kind": 2, "text": "[{" * 500 + '\\"[', "boxes": [[1, 2]] * 500}
     assert numbers_of({"json": json.dumps(content).encode()}, ["kind"], None, 0, None)[0] == [2]
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_what_is_larger_than_a_mebibyte_is_bad_before_it_is_parsed(
+    excess: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsed JSON takes 25 times its size in memory, in the trainer's own process and at every participation."""
+    content = b'{"kind": 1, "much": ['
+    content += b" " * (MOST_BYTES + excess - len(content) - 2) + b"]}"
+    members = {"json": content, "txt": b"x" * (MOST_BYTES + excess)}
+    if not excess:
+        assert numbers_of(members, ["kind"], None, 0, None)[0] == [1] and len(captions_of(members, "txt")[0]) == 1 << 20
+        return
+    for parser in ("json", "_NESTING"):
+        monkeypatch.setattr(fields, parser, None)
+    for parse in (lambda: numbers_of(members, ["kind"], None, 0, None), lambda: captions_of(members, "txt")):
+        with pytest.raises(BadRecord, match="more than 1048576 bytes"):
+            parse()
+    with pytest.raises(BadRecord, match="more than 1048576 bytes"):
+        captions_of({"json": content}, "txt")
 
 
 def test_nothing_is_said_on_the_console(hostile: ShardIndex) -> None:

@@ -142,6 +142,32 @@ def test_neighbours_of_a_hostile_record_do_not_change_in_any_bit(hostile: float)
         assert all(torch.equal(sums[name], base[name]) for name in base)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("odd", [math.nan, 0.0, 1e15])
+def test_gradients_that_lie_in_memory_in_another_order_are_measured_too(transposed: bool, odd: float) -> None:
+    """vmap may return them so; only a record whose norm is computed again in fp64 shows it."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(1, 4, 3))
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            tokens = inputs["x"].transpose(1, 2) if transposed else inputs["x"]
+            return ((self.table + tokens) * tokens).sum((1, 2))
+
+    inputs, present = {"x": torch.randn(5, 3, 4) if transposed else torch.randn(5, 4, 3)}, torch.ones(5).bool()
+    inputs["x"][2] *= odd
+    clip = ReferenceClip(ClipRule("flat", 1.0, 0.0))
+    model = Positions()
+    clip.prepare(model)
+    sums, clipped = clipped_totals(clip, model, inputs, present)
+    expected, norms = brute_force(model, inputs, present, "flat", 1.0)
+    assert relative_error(sums, expected) < 1e-5
+    others = [0, 1, 3, 4] if math.isnan(odd) else [0, 1, 2, 3, 4]
+    assert clipped.norms[others].tolist() == pytest.approx([norms[row] for row in others], rel=1e-5)
+
+
 def test_the_content_of_an_absent_slot_does_not_matter() -> None:
     batch = toy_batch(6, absent=(1, 4))
     clip, model = ReferenceClip(ClipRule("flat", 1.0, 0.0)), Toy()

@@ -25,6 +25,7 @@ from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
@@ -401,10 +402,11 @@ def test_a_step_is_made_by_one_thread_and_once(tmp_path: Path) -> None:
 
 
 def test_inputs_of_other_names_are_refused_and_of_another_shape_left_out(tmp_path: Path) -> None:
-    with training(tmp_path / "names", reader=lambda n: {"x": X[n]}) as found:
+    with (
+        training(tmp_path / "names", reader=lambda n: {"x": X[n]}) as found,
+        pytest.raises(ReadFailsError, match=r"must return tensors named \['x', 'y'\]"),
+    ):
         found.prove()
-        with pytest.raises(ValueError, match="same names"):
-            found.step(1, RATE)
     cut = run(tmp_path / "cut", 2, reader=lambda n: {"x": X[n, :4] if n[0] == 3 else X[n], "y": Y[n]})
 
     def torn(number: np.ndarray) -> dict[str, Tensor]:
@@ -473,3 +475,43 @@ def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
     run(tmp_path, 2)
     with pytest.raises(LedgerError, match="was configured differently when it began"):
         training(tmp_path, computation=Computation(noise="chacha20"))
+
+
+@pytest.mark.parametrize("error", [OSError("cannot identify '/patients/anna.png'"), KeyError("anna"), None])
+def test_a_record_that_cannot_be_read_ends_nothing_and_is_named_in_private_alone(
+    tmp_path: Path, error: Exception | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def failing(numbers: np.ndarray) -> Any:
+        if numbers[0] != 7:
+            return read(numbers)
+        if error is None:
+            return None
+        raise error
+
+    def absent(numbers: np.ndarray) -> Any:
+        if numbers[0] == 7:
+            raise BadRecord("absent")
+        return read(numbers)
+
+    found = run(tmp_path / "failing", 3, reader=failing, expected_batch=RECORDS)
+    expected = run(tmp_path / "absent", 3, reader=absent, expected_batch=RECORDS)
+    assert all(torch.equal(found[name], expected[name]) for name in expected), "it contributes exactly zero"
+    listed = (tmp_path / "failing" / "logs" / "private" / "bad-records-rank0.jsonl").read_text()
+    (line,) = listed.splitlines()
+    assert json.loads(line)["record"] == 7 and (error is None or "anna" in line)
+    assert "anna" not in "".join(capfd.readouterr())
+    for path in (tmp_path / "failing").rglob("*"):
+        if path.is_file() and "private" not in path.parts:
+            assert b"anna" not in path.read_bytes(), path
+
+
+def test_a_read_that_fails_for_all_records_is_refused_before_anything_is_charged(tmp_path: Path) -> None:
+    def failing(_: np.ndarray) -> Any:
+        raise OSError("/patients")
+
+    with training(tmp_path, reader=failing) as found, pytest.raises(ReadFailsError, match="all of 8 records"):
+        found.prove()
+    with training(tmp_path) as found:
+        found.prove()
+        assert found.epsilon() == 0
+        found.step(1, RATE)

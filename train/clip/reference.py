@@ -95,11 +95,11 @@ class ReferenceClip:
 
 def _norms(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all parameters: fp32 along the last dimension, fp64 beyond it and wherever fp32 lacks range."""
-    rows = [g.flatten(1, -2) if g.dim() > 2 else g.view(len(g), -1) for g in gradients]
+    rows = [g.flatten(1, -2) if g.dim() > 2 else g.reshape(len(g), -1) for g in gradients]
     parts = [torch.linalg.vector_norm(g, dim=-1).double() for g in rows]
     norms = torch.linalg.vector_norm(torch.cat([part.reshape(len(part), -1) for part in parts], dim=1), dim=1)
     odd = ~((norms > SMALLEST) & (norms < LARGEST))
     if bool(odd.any()):
-        exact = [torch.linalg.vector_norm(g[odd].double().view(int(odd.sum()), -1), dim=1) for g in gradients]
+        exact = [torch.linalg.vector_norm(g[odd].double().reshape(int(odd.sum()), -1), dim=1) for g in gradients]
         norms[odd] = torch.linalg.vector_norm(torch.stack(exact), dim=0)
     return norms

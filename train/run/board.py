@@ -25,8 +25,9 @@ from PIL import Image
 from murmuration.accounting.escaping import printable, printable_lines
 from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.phase import Phase
+from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, end_line, measurements, open_private, whole_lines
+from murmuration.train.storage.run_dir import RunDir, end_line, measurements, open_private
 
 WAITING = "waiting_share"
 """Share of a step's time for which it waits for records. Where it is not near zero, more cores make steps faster."""
@@ -100,7 +101,7 @@ class Board:
         self.latest: dict[str, Any] | None = _newer(run_dir.public_log, found) if isinstance(found, dict) else None
         """What was measured last on held-out public records, also before this start."""
         self.on_measured: Callable[[], None] = lambda: None
-        self._listed: set[tuple[Any, Any]] | None = None
+        self._listed: BadRecordList | None = None
         if not main:
             return
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -175,21 +176,10 @@ class Board:
             self._write(self._private, self._private_log, phase, phase, step, values, None)
 
     def bad_records(self, phase: str, rank: int, reasons: dict[int, str]) -> None:
-        """Lists the unusable records that this rank has met so far, each once, for the owner to repair. Private: that a
-        record is unusable is information about it."""
-        if not reasons:
-            return
-        path = self._run_dir.private_logs / f"bad-records-rank{rank}.jsonl"
-        if self._listed is None:  # an earlier start met some of them, and may have been killed while it wrote
-            end_line(path)
-            self._listed = {(entry.get("phase"), entry.get("record")) for entry in whole_lines(path)}
-        new = {record: reason for record, reason in reasons.items() if (phase, record) not in self._listed}
-        if not new:
-            return
-        with open_private(path) as file:
-            for record, reason in new.items():
-                file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
-        self._listed |= {(phase, record) for record in new}
+        """Lists the unusable records that this rank has met so far, for the owner to repair."""
+        if self._listed is None:
+            self._listed = BadRecordList(self._run_dir, rank)
+        self._listed.add(phase, reasons)
 
     def note(self, phase: str, text: str) -> None:
         """A note for the owner about how the run is protected, with nothing about its records."""

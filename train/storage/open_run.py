@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,15 @@ from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.days import day_of
 from murmuration.accounting.escaping import printable_lines
-from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load
+from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load, rewrite
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
-from murmuration.accounting.ledger.facts import Segment
+from murmuration.accounting.ledger.facts import Head, Segment
 from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import append, contains, lost_charges, read_heads
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import RecordDigests
-from murmuration.accounting.strict_json import parse
+from murmuration.accounting.strict_json import parse, read
 from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
@@ -112,6 +112,25 @@ class OpenRun:
             self.ranks.on_main(lambda: key_chain.forget(self.folder.key, chain.segment, done))
             chain.forget(done)
 
+    def burn(self, done: int) -> None:
+        """Forgets the keys of step `done` for good, on all ranks together, before its weights can be seen: they could
+        otherwise draw its noise again over another sum, if the ledger were restored from a backup."""
+        chain = self.chain
+        assert chain is not None, "segments that begin now have a key chain"
+
+        def in_the_file() -> None:
+            self.writer.settle()  # the file must never be ahead of a ledger that a power failure cut
+            key_chain.burn(self.folder.key, chain.segment, done, self.writer.head().as_dict())
+
+        self.ranks.on_main(in_the_file)
+        # Within a block the process itself still needs the earlier ones.
+        chain.forget(key_chain.forgettable(done, self._together))
+
+    def remember(self, order: str | None) -> None:
+        """On the main rank, once the segment's chain is in the file: how long the ledger is now, and the `order`."""
+        key = load(self.folder.key)
+        rewrite(replace(key, head=self.writer.head().as_dict(), order=order), self.folder.key)
+
     def _forget_before(self, found: Loaded) -> None:
         """On the main rank: forgets keys up to the last checkpoint, if a kill came between its ledger line and that."""
         last = self.writer.history.last_checkpoint()
@@ -133,16 +152,19 @@ class OpenRun:
 
     def segment(
         self, phase: int, name: str, config_digest: str, manifest_digest: str, done: int,
-        never_again: str | None = None,
+        never_again: str | None = None, anew: str | None = None,
     ) -> Segment:  # fmt: skip
         """On the main rank: the segment whose keys the next step uses; a new one where the old keys must not be used.
 
-        `never_again`: why opened steps after the checkpoint must not be made again under their old keys.
+        `never_again`: why opened steps after the checkpoint must not be made again under their old keys. `anew`: why a
+        segment in which steps were opened must not be continued.
         """
         reason = self.writer.new_segment_reason(phase, done, config_digest)
         known = self.writer.history.segments_of(phase)
         if reason is None and never_again is not None and self._opened_behind(phase, done):
             reason = f"steps after step {done} were opened, and {never_again}"
+        if reason is None and anew is not None and known and self._opened_in(known[-1]):
+            reason = anew
         if reason is None and self._continues not in (None, phase) and self._opened_behind(phase, done):
             # The phase had a checkpoint before its first step. Where processors add in another order, its weights are
             # not found again, and noise that is drawn twice must meet the same sum twice.
@@ -274,6 +296,20 @@ def open_run(
     return OpenRun(name, run_dir, ranks, journal, secret, Checkpoints(run_dir.checkpoints, ranks, keep), new_segment)
 
 
+def _require_as_new(journal: Journal, known: Head, new_segment: str | None) -> None:
+    """The secret file follows every step: a ledger with more than the one step that a kill may have left open behind it
+    goes with a newer file. (A ledger that is older than the file does not contain its head.)"""
+    entries = journal.ledger.entries
+    if new_segment is not None or not contains(entries, known):
+        return
+    later = {(e.fields["segment"], e.fields["step"]) for e in entries[known.length :] if e.kind == "open"}
+    if len(later) > 1:
+        raise LedgerError(
+            f"the secret folder is older than the ledger, which has {len(later)} later steps: it was restored from a "
+            "backup; restore the newest one, or declare a new segment (all opened steps stay charged)"
+        )
+
+
 def derive_key(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:
     """A key outside the chain. Before there were chains, public records used their phase's key for masks; without a
     chain, they still do."""
@@ -317,6 +353,12 @@ def _key_of(
         print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)
     heads = run_dir.key.parent / HEADS
     noted = read_heads(heads)
+    if (own := load(run_dir.key).head) is not None:
+        known = read(Head, own)
+        _require_as_new(journal, known, new_segment)
+        if known not in noted:
+            append(heads, own, 0o600)
+            noted.append(known)
     journal.admit_lost(lost_charges(journal.ledger.entries, noted), new_segment)
     journal.witnesses[str(heads)] = lambda head: append(heads, head.as_dict(), 0o600)
     saved = max((entry.index for entry in journal.ledger.entries if entry.kind == "checkpoint"), default=-1)
