@@ -33,12 +33,11 @@ from encoder_names import NAMES  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from murmuration.model.build import build  # noqa: E402
-from murmuration.model.safety import CouplingError, coupling_probe  # noqa: E402
 from murmuration.model.settings import ModelSettings, SettingsError  # noqa: E402
-from murmuration.train.clip import layers  # noqa: E402
 from murmuration.train.clip.bookkeeping import BookKeepingClip  # noqa: E402
 from murmuration.train.clip.rule import ClipError, ClipRule  # noqa: E402
 from murmuration.train.clip.sums import Float32Sums, trainable_shapes  # noqa: E402
+from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor  # noqa: E402
 from tests.support import brute_force  # noqa: E402
 from tests.support.parity_engines import summed  # noqa: E402
 
@@ -58,11 +57,7 @@ def measured(name: str, side: int, args: dict[str, Any]) -> dict[str, Any]:
     row["parameters"] = sum(p.numel() for p in model.parameters())
     stirred(model)
     try:
-        coupling_probe(model, batch(JUDGED, side))
-    except CouplingError as error:
-        return row | {"refused": f"the coupling probe: {error}"}
-    try:
-        with noticed() as written_out:
+        with copied() as written_out:
             row["error"] = error_of(model, side)
     except ClipError as error:
         return row | {"refused": f"the clip engine: {error}"}
@@ -84,21 +79,23 @@ def batch(count: int, side: int) -> Inputs:
     return {"images": images, "labels": torch.randint(0, CLASSES, (count,), generator=draw)}
 
 
-class noticed:
-    """Collects what the engine says of functions without a rule."""
+class copied:
+    """Collects the weights of layers that have no rule: they become one copy for each record."""
 
     def __enter__(self) -> list[str]:
-        layers._noticed.clear()
         self._found: list[str] = []
-        self._warnings = warnings.catch_warnings(record=True)
-        self._log = self._warnings.__enter__()
-        warnings.simplefilter("always")
+        self._plain = plain = ParameterTracker._per_record
+
+        def noted(tracker: ParameterTracker, source: TrackedTensor) -> Tensor:
+            if source.tensor.dim() > 1 and min(source.shape) > 1:
+                self._found.extend(name for name in source.leaves if name not in self._found)
+            return plain(tracker, source)
+
+        ParameterTracker._per_record = noted
         return self._found
 
     def __exit__(self, *error: Any) -> None:
-        self._warnings.__exit__(None, None, None)
-        told = [str(warning.message) for warning in self._log or ()]
-        self._found += [text.partition(" has no clipping rule")[0] for text in told if "no clipping rule" in text]
+        ParameterTracker._per_record = self._plain
 
 
 def error_of(model: nn.Module, side: int) -> float:

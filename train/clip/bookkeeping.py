@@ -20,14 +20,13 @@ from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportP
 
 from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import Clipped
-from murmuration.train.clip.groups import Grouping, groups_of
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
 from murmuration.train.clip.losses import losses_of, uncompiled
 from murmuration.train.clip.per_record import Reported
 from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast, full_precision
 from murmuration.train.clip.rows import rows_of
-from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
 from murmuration.train.clip.scaling import Scaling
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
 from murmuration.train.clip.tracker import ParameterTracker

@@ -14,12 +14,11 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from murmuration.model.attention import use_fused
 from murmuration.train.clip.engine import Clipped
-from murmuration.train.clip.groups import groups_of
 from murmuration.train.clip.isolated import OneMicroBatch
 from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.refusal import refused
 from murmuration.train.clip.rows import slot_losses
-from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, stretches
+from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, groups_of, stretches
 from murmuration.train.clip.scaling import Scaling
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
 
