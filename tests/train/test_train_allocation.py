@@ -22,7 +22,7 @@ from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned
 from tests.support.own_module import RATE, SEED, read, training
 
 SLOTS = 3
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {"order": "as listed", 
     "sampling": "allocation", "steps": 9, "epsilon": 50, "noise_multiplier": 1.0, "expected_batch": 20,
 }  # fmt: skip
 
