@@ -23,7 +23,7 @@ from tests.support.config_base import plan_of, private_phase
 from tests.support.own_module import RATE, SEED, read, training
 
 SLOTS = 3
-SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {"order": "as listed", 
     "sampling": "allocation", "steps": 9, "epsilon": 50, "noise_multiplier": 1.0, "expected_batch": 20,
 }  # fmt: skip
 

@@ -214,6 +214,8 @@ def test_the_weights_are_those_of_the_mean_gradients_by_hand(tmp_path: Path) -> 
         run.prove()
         before = {name: tensor.clone() for name, tensor in run.weights().items()}
         ids, noise = run.core.sampler().draw(1).ids, run.core.noise("noise")
+        # The step's key is gone when it returns.
+        draws = [noise.draw(1, index, 0, tensor.numel(), np.float64) for index, tensor in enumerate(before.values())]
         run.step(1, RATE)
         after = run.weights()
         model, plan = Regression(), run.plan
@@ -227,8 +229,8 @@ def test_the_weights_are_those_of_the_mean_gradients_by_hand(tmp_path: Path) -> 
             factor = min(1.0, plan.clip_norm / (1 + rounding_allowance(8)) / size)
             for name, gradient in zip(total, gradients, strict=True):
                 total[name] += factor * gradient.double()
-        for index, (name, sum_) in enumerate(total.items()):
-            drawn = torch.from_numpy(noise.draw(1, index, 0, sum_.numel(), np.float64)).view(sum_.shape)
+        for (name, sum_), draw in zip(total.items(), draws, strict=True):
+            drawn = torch.from_numpy(draw).view(sum_.shape)
             expected = before[name].double() - RATE * (sum_ + drawn) / plan.divisor
             assert torch.allclose(after[name].double(), expected, rtol=1e-5, atol=1e-6), name
         run.finish()
