@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import murmuration
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.plan import PlanError
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.isolated import kept_of_records
@@ -214,3 +215,18 @@ def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Pa
     # Nothing but the ledger's first lines was written, and the folder can be used again.
     assert not re.search('"kind": ?"open"', (tmp_path / "run" / "ledger.jsonl").read_text())
     trained_on(tmp_path / "run", zoo.Text(), zoo.texts(), new_segment="another module")
+
+
+def test_the_form_of_a_public_example_suffices_for_the_self_test(tmp_path: Path) -> None:
+    inputs = zoo.texts()
+    example = {name: x[1:3] for name, x in inputs.items()} | {"label": torch.tensor([0, 3])}
+    settings: dict[str, Any] = dict(
+        records=zoo.RECORDS, dataset="texts", steps=1, epsilon=8, expected_batch=6, micro_batch=3, debug_seed=5
+    )
+    read = lambda number: {name: x[number] for name, x in inputs.items()}  # noqa: E731
+    with murmuration.PrivateTraining(zoo.Text(), read, example=example, run_dir=tmp_path, **settings) as training:
+        assert training.prove().largest_hostile <= 1
+        training.step(1, 0.1)
+    for given in ({}, {"example": example, "synthetic": lambda size, seed: example}):
+        with pytest.raises(PlanError, match="either synthetic= or example="):
+            murmuration.PrivateTraining(zoo.Text(), read, run_dir=tmp_path / "no", **settings, **given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,18 @@ class SyntheticRecords:
         made = lambda size, seed: synthetic_batch(shape, objective, size, seed).inputs  # noqa: E731
         return SyntheticRecords(made, (hostile,), rows)
 
+    @staticmethod
+    def like(example: Mapping[str, Tensor], rows: int = 1) -> SyntheticRecords:
+        """Records of the form of public examples, each input with one row or more: normal numbers, and whole numbers
+        from the least to the largest of the examples'."""
+        form = {name: tensor.detach().cpu() for name, tensor in example.items()}
+
+        def make(size: int, seed: int) -> dict[str, Tensor]:
+            draw = torch.Generator().manual_seed(seed)
+            return {name: _drawn(tensor, size, draw) for name, tensor in form.items()}
+
+        return SyntheticRecords(make, rows=rows)
+
     @property
     def alone(self) -> SyntheticRecords:
         """The same with one row each."""
@@ -120,6 +132,15 @@ class SyntheticRecords:
                     changed = tensor.clone()
                     changed[: self.rows] = value
                     yield f"{name} = {value}", {**inputs, name: changed}
+
+
+def _drawn(like: Tensor, size: int, draw: torch.Generator) -> Tensor:
+    shape = (size, *like.shape[1:])
+    if like.is_floating_point():
+        return torch.randn(shape, generator=draw).to(like.dtype)
+    if like.dtype == torch.bool:
+        return torch.rand(shape, generator=draw) < 0.5
+    return torch.randint(int(like.min()), int(like.max()) + 1, shape, generator=draw, dtype=like.dtype)
 
 
 def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> MicroBatch:
