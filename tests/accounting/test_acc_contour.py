@@ -62,7 +62,7 @@ def true_delta(rate: float, sigma: float, steps: int, value: float, delta: float
     return max(found)
 
 
-def test_at_the_reviewed_setting_it_is_within_a_hundredth_of_the_truth() -> None:
+def test_at_a_tiny_rate_it_is_within_a_hundredth_of_the_truth() -> None:
     rate, sigma, steps, delta = TINY
     events = [Event(rate, sigma, steps)]
     value, below = epsilon(events, delta), epsilon_below(events, delta)
@@ -71,7 +71,7 @@ def test_at_the_reviewed_setting_it_is_within_a_hundredth_of_the_truth() -> None
     assert true_delta(*TINY[:3], below, delta) >= delta * (1 - 1e-3)
 
 
-def test_at_the_reviewed_setting_multiprecision_agrees() -> None:
+def test_at_a_tiny_rate_multiprecision_agrees() -> None:
     """The same integral with 30 digits, and another quadrature of the noise: the trapezoidal rule on a fine grid."""
     rate, sigma, steps, delta = TINY
     value = epsilon([Event(rate, sigma, steps)], delta)

@@ -156,7 +156,7 @@ def killed_behind(writes):
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-    with training(Path(sys.argv[1]), debug_seed=None, steps=200, epsilon=100, noise_multiplier=3.0) as found:
+    with training(Path(sys.argv[1]), debug_seed=None, steps=200, epsilon=60, noise_multiplier=6.0) as found:
         found.prove()
         os.fsync = dying
         for number in list(found.steps())[:12]:
