@@ -439,7 +439,8 @@ def cross_entropy(
     """PyTorch has no kernel of it for vmap. Where nothing is summed over rows, those of all records are as good."""
     own = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
     legacy = size_average is not None or reduce is not None
-    if legacy or reduction != "none" or input.dim() < 2 or not _alone_of_records(input, weight):
+    learnt = any(tracker.source(x) is not None for x in (input, target) + (() if weight is None else (weight,)))
+    if legacy or learnt or reduction != "none" or input.dim() < 2 or not _alone_of_records(input, weight):
         own |= {"size_average": size_average, "reduce": reduce}
         return tracker.otherwise(F.cross_entropy, (input, target), own)
     targets = leave(target, tracker.records).flatten(0, 1)
