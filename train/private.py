@@ -335,6 +335,7 @@ class PrivateTraining:
         self._step: PrivateStep | None = None
         self._failed: int | None = None
         self._held: Held | None = None
+        self._kept = set[int]()
         try:
             asked = records, expected_batch, steps, epsilon, delta, noise_multiplier, clip_norm, bands, sampling
             self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declared(*asked))
@@ -427,7 +428,7 @@ class PrivateTraining:
         core = self.core
         if self._step is not None:
             raise SelfTestError("prove() has passed already; take the steps")
-        before = kept_of_records()
+        self._kept = before = kept_of_records()
         report = core.prove(self._synthetic, self._engine_settings.ranks_per_copy, self._micro_batch)
         if self._loaded is not None:
             self._loaded.restore_optimizer(core.engine)
@@ -514,6 +515,8 @@ class PrivateTraining:
     def save(self) -> str:
         """A checkpoint of the last step, durable when this returns its digest; the keys of its steps are forgotten."""
         self._require_sound()
+        if kept := kept_of_records() - self._kept:
+            raise LedgerError(f"{len(kept)} tensors of records are still held somewhere; let forward() keep nothing")
         run, engine = self._run, self.core.engine
         header = self.ranks.on_main(lambda: run.header(PHASE, self._data, "own"))
         digest = run.checkpoints.save(

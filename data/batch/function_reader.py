@@ -67,7 +67,7 @@ class FunctionReader:
             # A copy: the function may keep the array, and must not change whose record is whose.
             with parsing("read() failed"):
                 return self._checked(dict(self._read(number.copy())))
-        except MemoryError as error:  # of what this record asks for; the next one gets its turn
+        except (MemoryError, SystemExit) as error:  # of what this record asks for; the next one gets its turn
             raise BadRecord(f"read() failed ({type(error).__name__})") from error
 
     def _checked(self, found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 RECORDS, TOKENS, WIDTH, CLASSES, WORDS = 6, 12, 12, 4, 50
@@ -367,6 +368,61 @@ class RuledCapped(Capped):
     generate_vmap_rule = True
 
 
+class RuledByItself(Capped):
+    """A rule for vmap sees all records."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return x / x.norm(), in_dims[0]
+
+
+@torch.library.custom_op("zoo::scaled", mutates_args=())
+def scaled(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+scaled.register_autograd(lambda ctx, gradient: gradient)
+
+
+@scaled.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+    return x / x.norm(), in_dims[0]
+
+
+class BelowVmap(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched(x: Tensor) -> Tensor:
+    with BelowVmap():
+        return x * 1.0
+
+
+def saved_otherwise(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t / t.norm(), lambda t: t):
+        return x.tanh()
+
+
+def swapped_in(model: ReplacedBuffer, inputs: Inputs) -> Tensor:
+    torch.utils.swap_tensors(model.counts, inputs["tokens"].float().mean().view(1))
+    return Text.forward(model, inputs)
+
+
+class SwappedBuffer(ReplacedBuffer):
+    forward = swapped_in
+
+
+KEPT_FOR_GRAD: list[Tensor] = []
+
+
+def through_grad(x: Tensor) -> Tensor:
+    KEPT_FOR_GRAD.append(x.detach())
+    if len(KEPT_FOR_GRAD) > 1:
+        x = x + torch.func.grad(lambda old: (old * old).sum())(KEPT_FOR_GRAD[-2])
+    return x
+
+
 # What people train.
 
 
@@ -666,7 +722,11 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "dropout": lambda: Layers(nn.Dropout(0.5)), "noise": batch(lambda x: x + torch.randn_like(x)),
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
-        "experts by index": RoutedExperts,
+        "experts by index": RoutedExperts, "a rule of its own": batch(RuledByItself.apply),
+        "an operator's rule": batch(scaled), "a dispatch mode": batch(dispatched),
+        "hooks on saved tensors": batch(saved_otherwise), "buffer swapped": SwappedBuffer,
+        "kept for a gradient": batch(through_grad), "printed": batch(lambda x: x * len(f"{x}")),
+        "scripted": lambda: Layers(torch.jit.script(nn.Tanh())),
     }  # fmt: skip
 
 

@@ -88,6 +88,10 @@ REFUSED = {
     "instance norm with statistics": "running statistics", "dropout": "draws random numbers",
     "noise": "draws random numbers", "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
     "function of one's own": "autograd.Function of its own", "experts by index": "picks rows or elements",
+    "a rule of its own": "rule for vmap of its own", "an operator's rule": "rule for vmap of its own",
+    "a dispatch mode": "TorchDispatchMode", "hooks on saved tensors": "saved_tensors_hooks",
+    "buffer swapped": "in the place of counts", "kept for a gradient": "kept a tensor of an earlier",
+    "printed": "prints a record's tensor", "scripted": "is scripted",
 }  # fmt: skip
 
 
@@ -104,7 +108,7 @@ def test_a_module_that_would_let_records_meet_is_refused_or_cannot(name: str) ->
         clip, whole = clipped(model, inputs)
         assert moved(clip, model, inputs, whole) <= 1 + 1e-5
         assert distance(whole, one_by_one(model, inputs)) <= 1e-5 * size(whole)
-    if name != "buffer replaced":
+    if name not in ("buffer replaced", "buffer swapped"):
         # BatchNorm counts its passes before it meets a record.
         same = {key: torch.equal(x, before[key]) for key, x in model.state_dict().items() if "num_batches" not in key}
         assert all(same.values()), f"it wrote into {same}"

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as every_module
 
 from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import Clipped
@@ -33,6 +35,7 @@ from murmuration.train.clip.tracker import ParameterTracker
 
 # Size of the largest per-record gradient that is kept, in units of the activations and output gradients that it
 # replaces. At 1, keeping it costs no memory.
+PLAIN_DISPATCH = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 HOLD: dict[Literal["lean", "fast"], float] = {"lean": 1.0, "fast": 1.6}
 
 
@@ -61,6 +64,12 @@ class Held:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_of_records(tensor):
                 raise ClipError(f"forward() put a record's values in the place of {name}; let it write into nothing")
+            acts = getattr(type(tensor), "__torch_dispatch__") is not PLAIN_DISPATCH  # noqa: B009
+            if acts and not isinstance(tensor, DTensor):
+                raise ClipError(
+                    f"{name} is a {type(tensor).__name__}, whose functions are given all records together; "
+                    "use an ordinary tensor"
+                )
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         sizes = [(place, len(place)) for place in owners]
         return Held(model, places, sizes, parameters, {})
@@ -76,7 +85,7 @@ class Held:
             model is not self.model
             or any(len(place) != size for place, size in self.lengths)
             or any(
-                place.get(name) is not tensor or tensor.requires_grad is not trained
+                place.get(name) is not tensor or tensor.requires_grad is not trained or is_of_records(tensor)
                 for place, name, tensor, trained in self.places
             )
         )
@@ -110,7 +119,12 @@ class BookKeepingClip:
         if halves:
             raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
         for name, module in model.named_modules():
-            if module._backward_hooks or module._backward_pre_hooks:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ClipError(
+                    f"{name or 'the model'} is scripted: what it does with records cannot be seen; "
+                    "run it as an ordinary module"
+                )
+            if module._backward_hooks or module._backward_pre_hooks or global_backward_hooks():
                 raise ClipError(
                     f"{name or 'the model'} has a backward hook, which is not called where records are isolated; "
                     "remove it"
@@ -186,6 +200,10 @@ class BookKeepingClip:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         tracker.forget()
         return losses
+
+
+def global_backward_hooks() -> bool:
+    return bool(every_module._global_backward_hooks or every_module._global_backward_pre_hooks)
 
 
 def _over_groups(norms: Tensor) -> Tensor:

@@ -17,13 +17,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+from torch._C._functorch import TransformType  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._library.custom_ops import OPDEFS
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
@@ -34,6 +38,11 @@ from murmuration.train.clip.rule import ClipError
 LEVEL = 1
 ASK_ABOUT_MASKS = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
 FRAMEWORKS = ("deepspeed.", "torch.distributed.")
+PRINTING = (torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__)
+# Hooks on saved tensors that look at none: of checkpoints, of offloading, and of engines that lend their weights.
+KNOWN_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph", "murmuration.")
+# Autograd functions whose rule for vmap is known to keep records apart.
+KNOWN_RULES = ("torch.", "murmuration.")
 
 # What runs in this context sees plain tensors; those of records must be taken out of vmap first (`leave`).
 outside = temporarily_clear_interpreter_stack
@@ -73,17 +82,31 @@ class OneMicroBatch(TorchFunctionMode):
     those of this one.
     """
 
+    def __enter__(self) -> Self:
+        self._below = _below()
+        return super().__enter__()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _below() != self._below and directly():
+            raise ClipError(
+                "forward() runs functions under a TorchDispatchMode or saved_tensors_hooks of its own, which are given "
+                "all records together; leave them out"
+            )
+        if func in PRINTING and is_of_records(args[0]):
+            raise ClipError("forward() prints a record's tensor, or makes a text of it; leave that out")
         if func is torch.Tensor.__bool__ and _asks_whether_a_mask_can_be_left_out(args[0]):
             return False
         for x in (*args, *kwargs.values()):
             for tensor in x if isinstance(x, (tuple, list)) else (x,):
                 if not is_of_records(tensor):
                     continue
-                if getattr(tensor, "of_pass", None) is None:  # of an input, or of a transform of the module's own
-                    tensor.of_pass = self
-                if tensor.of_pass is not self or isinstance(tensor, nn.Parameter):
+                inner = tensor
+                while functorch.is_gradtrackingtensor(inner) and getattr(inner, "of_pass", None) is None:
+                    inner = functorch.get_unwrapped(inner)
+                if getattr(inner, "of_pass", None) is None:  # of an input, or of a transform of the module's own
+                    inner.of_pass = self
+                if inner.of_pass is not self or isinstance(tensor, nn.Parameter):
                     raise ClipError(
                         "the model kept a tensor of an earlier micro-batch and used it again, so records would meet "
                         "those of other steps; let forward() keep nothing"
@@ -96,6 +119,14 @@ class OneMicroBatch(TorchFunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
+
+
+def _below() -> tuple[int, Any]:
+    """What sees tensors below vmap, where those of all records lie together: modes of dispatch, and hooks on what
+    autograd saves, but for PyTorch's own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    ours = hooks is None or getattr(hooks[0], "__module__", "").startswith(KNOWN_HOOKS)
+    return torch._C._len_torch_dispatch_stack(), None if ours else hooks
 
 
 def kept_of_records() -> set[int]:
@@ -161,11 +192,40 @@ def _vmap(slots: int) -> Iterator[None]:
     if functorch.maybe_current_level() is not None:
         raise ClipError("the private forward pass was called within a torch.func transform; call it outside")
     lazy_load_decompositions()  # rules that PyTorch has in Python, without which it would loop over records
+    # A rule for vmap that an autograd function brings along is given all records, and could let them meet.
+    rules, key = custom_function_call.functorch_table, TransformType.Vmap
+    plain = rules[key]
+
+    def known(interpreter: Any, function: Any, *operands: Any, **options: Any) -> Any:
+        if function.vmap is not Function.vmap and not _is_known(function):
+            raise ClipError(
+                f"{function.__name__} has a rule for vmap of its own, which is given all records together; give it "
+                "generate_vmap_rule = True in its place"
+            )
+        return plain(interpreter, function, *operands, **options)
+
+    operators = [each for each in OPDEFS.values() if each._vmap_fn is not None and not _is_known(each._vmap_fn)]
+    theirs = [each._vmap_fn for each in operators]
+    for each in operators:
+        each._vmap_fn = _refuse_rule
+    rules[key] = known
     functorch._vmap_increment_nesting(slots, "error")
     try:
         yield
     finally:
         functorch._vmap_decrement_nesting()
+        rules[key] = plain
+        for each, rule in zip(operators, theirs, strict=True):
+            each._vmap_fn = rule
+
+
+def _is_known(rule: Any) -> bool:
+    return str(rule.__module__).startswith(KNOWN_RULES)
+
+
+def _refuse_rule(*given: Any, **options: Any) -> Any:
+    del given, options
+    raise ClipError("an operator has a rule for vmap of its own, which is given all records together; remove the rule")
 
 
 @contextmanager

@@ -200,7 +200,8 @@ def layer_norm(
     layer = Affine(_value(scale, weight), _value(shift, bias), report)
     kernel = kernels.layer_norm_backward(x.device) if x.dtype.itemsize <= 4 and math.prod(shape) <= WIDEST else None
     together = None if kernel is None else partial(kernel, records=tracker.records)
-    return tracker.on_records(lambda x: LayerNorm.apply(tracker.anchor, x, shape, eps, layer, together), x)
+    rows = x.dim() > len(shape)
+    return tracker.on_records(lambda x: LayerNorm.apply(tracker.anchor, x, shape, eps, layer, together), x, rows)
 
 
 def _scale_and_shift(

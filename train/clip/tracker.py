@@ -30,6 +30,7 @@ from murmuration.train.clip.per_record import (
     over_tokens,
     wide,
 )
+from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.standardised import Standardisation, ViaStandardisation
 
 
@@ -197,6 +198,10 @@ class ParameterTracker(OneMicroBatch):
         if not torch.is_grad_enabled() or not self._holds_known(args, kwargs):
             return func(*args, **kwargs)
         name = _name(func)
+        if name == "register_hook":
+            raise ClipError(
+                "a hook on what is computed from a weight is not called where records are isolated; remove it"
+            )
         if name in LOOKING or name.startswith(("__set", "requires_grad")):
             return func(*args, **kwargs)
         if not any(is_of_records(x) for x in tensors_in(args, kwargs)):
@@ -234,10 +239,10 @@ class ParameterTracker(OneMicroBatch):
         """The copies' graph refers to this object."""
         self._copies.clear()
 
-    def on_records(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Calls a function of rows with those of all records: [B·rows, …], or [B, n] if x is a vector."""
+    def on_records(self, function: Callable[..., Tensor], x: Tensor, rows: bool = True) -> Tensor:
+        """Calls a function of rows with those of all records: [B·rows, …], or [B, …] if x has no dimension of rows."""
         whole = leave(x, self.records)
-        if whole.dim() == 2:
+        if whole.dim() == 2 or not rows:
             with outside():
                 return enter(function(whole))
         lead = whole.shape[:2]
@@ -277,7 +282,11 @@ class ParameterTracker(OneMicroBatch):
             again = lambda copy: func(*swapped(args, copy), **swapped(kwargs, copy))  # noqa: E731
         leaves = {leaf_name: leaf for source in known for leaf_name, leaf in source.leaves.items()}
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self._sources:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.requires_grad
+                and (id(tensor) not in self._sources or name.endswith("_"))
+            ):
                 view = _view(name, first, tensor, len(known))
                 rows = _rows_kept(name, first, tensor, leaves)
                 self._sources[id(tensor)] = TrackedTensor(tensor, leaves, view, rows, again)

@@ -44,7 +44,10 @@ class Held:
         found = {f"the parameter {name}": _part(p) for name, p in model.named_parameters()}
         found |= {f"the buffer {name}": buffer for name, buffer in model.named_buffers()}
         trained = frozenset(f"the parameter {name}" for name, p in model.named_parameters() if p.requires_grad)
-        return Held(checksums(found), attributes_of(model), trained)
+        odd = {name: "a record's" for name, tensor in found.items() if is_of_records(tensor)}
+        return Held(
+            checksums({name: x for name, x in found.items() if name not in odd}), attributes_of(model) | odd, trained
+        )
 
     def but_for_trained(self) -> Held:
         frozen = {name: found for name, found in self.tensors.items() if name not in self.trained}
