@@ -97,9 +97,9 @@ class Launch:
         process = self.start()
         return ended(process)
 
-    def end(self, arguments: list[str] | None = None, **options: Any) -> Ended:
-        """Starts forked ranks, with more arguments for once, and waits."""
-        job = replace(self, arguments=[*self.arguments, *(arguments or [])])
+    def end(self, arguments: list[str] | None = None, ranks: int | None = None, **options: Any) -> Ended:
+        """Starts forked ranks, for once as many or with more arguments, and waits."""
+        job = replace(self, arguments=[*self.arguments, *(arguments or [])], ranks=ranks or self.ranks)
         process = job.start(**options)
         assert isinstance(process, forking.Forked)
         return Ended.of(process)

@@ -63,7 +63,7 @@ class TrackedTensor:
     view: Literal["same", "transposed"] | None
     standardised: StandardisedRows | None = None
     again: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
-    """Makes the same view of what stands in the place of the parameter; None if it is the parameter, or computed."""
+    """Computes the same of what stands in the place of the parameter; None if it is the parameter, or costs more."""
 
     @property
     def value(self) -> Tensor:
@@ -152,6 +152,10 @@ IN_ORDER = {
 }  # fmt: skip
 TRANSPOSING = {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "adjoint"}
 SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+ELEMENTWISE = {"add", "__radd__", "sub", "__rsub__", "rsub", "mul", "__rmul__", "div", "true_divide", "__rtruediv__"}
+# What is cheap to do once more for each record, instead of following the chain rule through it: a class token with its
+# position, say.
+REPEATED = IN_ORDER | TRANSPOSING | SPREADING | ELEMENTWISE
 # Functions that compute nothing: they inspect a tensor, or detach it from its gradient.
 LOOKING = {
     "detach", "detach_", "data", "grad", "grad_fn", "is_leaf", "requires_grad", "size", "dim", "numel", "stride",
@@ -278,7 +282,7 @@ class ParameterTracker(OneMicroBatch):
         with self._kept:
             out = func(*swapped(args, self._leaf), **swapped(kwargs, self._leaf))
         again = None
-        if len(known) == 1 and (name in IN_ORDER | TRANSPOSING | SPREADING):
+        if len(known) == 1 and name in REPEATED:
             again = lambda copy: func(*swapped(args, copy), **swapped(kwargs, copy))  # noqa: E731
         leaves = {leaf_name: leaf for source in known for leaf_name, leaf in source.leaves.items()}
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
