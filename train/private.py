@@ -42,9 +42,8 @@ from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
 from murmuration.train.clip.choose import make_clip
-from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.engine import ClipEngine, Precision
 from murmuration.train.clip.isolated import kept_of_records
-from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipRule, rounding_allowance
 from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.optimizer import Optimizer

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from murmuration.model.build import build
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.deepspeed_zero import start_ranks

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.model.build import build
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.engines.deepspeed_zero import start_ranks

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from murmuration.model.attention import use_fused
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.engine import ClipEngine, Clipped
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import ClipEngine, Clipped, Precision
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import Float32Sums, trainable_shapes

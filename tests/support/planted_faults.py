@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.engine import Clipped
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import Clipped, Precision
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums

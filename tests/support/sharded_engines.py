@@ -14,7 +14,7 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums
 from murmuration.train.config.optimizer import Optimizer

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from murmuration.model.build import build
-from murmuration.model.classifier import TransformerClassifier
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import Trainable, select
 from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.self_test.self_test import SelfTestError, self_test
+from murmuration.train.self_test.self_test import self_test
 from tests.support.train_helpers import ADAMW, alone, on_ranks, plan_for, private_engine
 
 VIT: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
@@ -54,14 +52,3 @@ def test_every_optimizer_passes(optimizer: str) -> None:
 
 def test_ranks_pass_together() -> None:
     on_ranks(2, lambda ranks: start(ranks, VIT, "all"))
-
-
-class CentredFeatures(TransformerClassifier):
-    def features(self, images: Tensor) -> Tensor:
-        found = super().features(images)
-        return found - found.mean(0)
-
-
-def test_a_body_that_couples_records_is_caught_behind_a_head_of_zeros() -> None:
-    with pytest.raises(SelfTestError, match="records are not independent"):
-        start(alone(), VIT, "all", CentredFeatures)

@@ -16,8 +16,7 @@ from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.check import _in_fp64, check_gradients
-from murmuration.train.clip.engine import ClipEngine, clipped_totals
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.engines.base import modes_of

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.engine import clipped_totals
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import Precision, clipped_totals
 from murmuration.train.clip.rule import FACTOR_ROUNDING, ClipRule
 from tests.support import brute_force
 from tests.support.clip_world import FLAT, apart, size

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from murmuration.accounting.scale_table import ScaleTable
 from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.choose import make_clip
-from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.engine import Precision, clipped_totals
 from murmuration.train.clip.per_record import PerRecordGradient, Recomputed
-from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.scaling import Scaling
 from tests.support import brute_force

@@ -15,10 +15,9 @@ from murmuration.model.build import Objective, build
 from murmuration.train.clip import accumulator
 from murmuration.train.clip import sums as sums_module
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.engine import Clipped
+from murmuration.train.clip.engine import Clipped, Precision
 from murmuration.train.clip.functions import TILE
 from murmuration.train.clip.per_record import ClipWeights, Dense, OuterProduct
-from murmuration.train.clip.precision import Precision
 from murmuration.train.clip.rule import ClipRule, Grouping
 from murmuration.train.clip.sums import SMALL, ExactSums, Float32Sums, OnlyIf, trainable_shapes
 from murmuration.train.distributed.ranks import Alone

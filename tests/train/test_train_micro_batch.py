@@ -227,17 +227,19 @@ class OnTheHost(Mixed):
 class FromElsewhere(Mixed):
     """It reads a tensor that nobody passes to it, another one at each call."""
 
-    place = torch.arange(1.0, RECORDS + 1)
+    places = torch.arange(1.0, RECORDS + 1)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        self.place = self.place.roll(1)
-        return super().forward(inputs) * self.place
+        self.places = self.places.roll(1)
+        return super().forward(inputs) * self.places[:1]
 
 
 class Asking(Mixed):
+    """It asks the device for a number that is no record's."""
+
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         losses = super().forward(inputs)
-        return losses if float(losses.detach().sum()) > -1.0 else losses * 2
+        return losses if float(next(self.parameters()).detach().sum()) > -1e9 else losses * 2
 
 
 def test_shares_of_a_unit_s_records_that_are_not_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule, rounding_allowance
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.forward import PrivateForward

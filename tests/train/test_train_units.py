@@ -30,8 +30,7 @@ from murmuration.train.audit.canaries import CanaryBatches, Coordinates, toss
 from murmuration.train.audit.shown import Shown
 from murmuration.train.audit.sightings import Sightings, WatchedEngine
 from murmuration.train.audit.turns import SeenSegment
-from murmuration.train.clip.engine import ClipEngine, Clipped
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import ClipEngine, Clipped, Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.private import PrivateCore

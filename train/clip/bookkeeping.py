@@ -17,16 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
-from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as every_module
 
 from murmuration.train.clip.accumulator import NormAccumulator
-from murmuration.train.clip.engine import Clipped
+from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
 from murmuration.train.clip.losses import losses_of, uncompiled
 from murmuration.train.clip.per_record import Reported
-from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast, full_precision
 from murmuration.train.clip.rows import rows_of
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
 from murmuration.train.clip.scaling import Scaling
@@ -65,7 +63,7 @@ class Held:
             if is_of_records(tensor):
                 raise ClipError(f"forward() put a record's values in the place of {name}; let it write into nothing")
             acts = getattr(type(tensor), "__torch_dispatch__") is not PLAIN_DISPATCH  # noqa: B009
-            if acts and not isinstance(tensor, DTensor):
+            if acts and not type(tensor).__module__.startswith("torch."):  # PyTorch's own shard or pretend
                 raise ClipError(
                     f"{name} is a {type(tensor).__name__}, whose functions are given all records together; "
                     "use an ordinary tensor"

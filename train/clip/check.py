@@ -35,9 +35,8 @@ from torch import Tensor, nn
 
 from murmuration.accounting.escaping import first_line
 from murmuration.model.safety import zeros_filled
-from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.engine import LOSS_SCALE, ClipEngine, Precision, autocast, clipped_totals
 from murmuration.train.clip.losses import losses_of
-from murmuration.train.clip.precision import LOSS_SCALE, Precision, autocast
 from murmuration.train.clip.rows import of_slots
 from murmuration.train.clip.rule import ClipError, ClipRule
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
-from murmuration.train.clip.engine import ClipEngine
-from murmuration.train.clip.precision import Precision
+from murmuration.train.clip.engine import ClipEngine, Precision
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.scaling import Scaling

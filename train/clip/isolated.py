@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library.custom_ops import OPDEFS
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
@@ -88,7 +88,7 @@ class OneMicroBatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _below() != self._below and directly():
+        if directly() and _more_below(self._below):
             raise ClipError(
                 "forward() runs functions under a TorchDispatchMode or saved_tensors_hooks of its own, which are given "
                 "all records together; leave them out"
@@ -121,12 +121,21 @@ class OneMicroBatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _mode() -> OneMicroBatch | None:
+    return next((mode for mode in _get_current_function_mode_stack()[::-1] if isinstance(mode, OneMicroBatch)), None)
+
+
 def _below() -> tuple[int, Any]:
     """What sees tensors below vmap, where those of all records lie together: modes of dispatch, and hooks on what
     autograd saves, but for PyTorch's own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     ours = hooks is None or getattr(hooks[0], "__module__", "").startswith(KNOWN_HOOKS)
     return torch._C._len_torch_dispatch_stack(), None if ours else hooks
+
+
+def _more_below(before: tuple[int, Any]) -> bool:
+    modes, hooks = _below()
+    return modes > before[0] or (hooks is not None and hooks != before[1])
 
 
 def kept_of_records() -> set[int]:
@@ -243,9 +252,12 @@ def _checkpoints_isolated(slots: int) -> Iterator[None]:
             return
         flat, form = pytree.tree_flatten((args, kwargs))
         batched = [is_of_records(x) for x in flat]
+        mode = _mode()
+        assert mode is not None, "an isolated pass runs in a mode"
 
         def again(*whole: Any) -> None:
-            with entered(slots):
+            # Where a clip engine watches the backward pass, it is the same mode.
+            with nullcontext() if _mode() is not None else mode, entered(slots):
                 own = [enter(x) if of_records else x for x, of_records in zip(whole, batched, strict=True)]
                 args, kwargs = pytree.tree_unflatten(own, form)
                 function(*args, **kwargs)

@@ -178,8 +178,11 @@ def layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     scale, shift = _source(tracker, weight), _source(tracker, bias)
-    if not _alone_of_records(input, weight, bias) or (scale is None and shift is None):
+    if not _alone_of_records(input, weight, bias):
         return tracker.otherwise(F.layer_norm, (input, normalized_shape, weight, bias, eps), {})
+    if scale is None and shift is None:
+        plain = partial(F.layer_norm, normalized_shape=normalized_shape, weight=weight, bias=bias, eps=eps)
+        return tracker.on_records(plain, input, rows=input.dim() > len(normalized_shape))
     shape = list(normalized_shape)
     if weight is None:
         weight = torch.ones(shape, dtype=input.dtype, device=input.device)
@@ -223,8 +226,10 @@ def group_norm(
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     scale, shift = _source(tracker, weight), _source(tracker, bias)
-    if not _alone_of_records(input, weight, bias) or (scale is None and shift is None):
+    if not _alone_of_records(input, weight, bias):
         return tracker.otherwise(F.group_norm, (input, num_groups, weight, bias, eps), {})
+    if scale is None and shift is None:
+        return tracker.on_records(lambda x: F.group_norm(x, num_groups, weight, bias, eps), input)
     channels = input.shape[1]
     if weight is None:
         weight = torch.ones(channels, dtype=input.dtype, device=input.device)
@@ -302,6 +307,8 @@ def convolution(
     dims = weight.dim() - 2
     source, offset = tracker.source(weight), _source(tracker, bias)
     if source is None or not _alone_of_records(input, weight, bias):
+        if offset is None and _alone_of_records(input, weight, bias) and input.dim() == dims + 2:
+            return tracker.on_records(lambda x: function(x, weight, bias, stride, padding, dilation, groups), input)
         if offset is None or not is_of_records(input):
             return tracker.otherwise(function, (input, weight, bias, stride, padding, dilation, groups), {})
         with tracker:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from murmuration.accounting.banded import MOST_BANDS
-from murmuration.train.clip.rule import Grouping
+from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
 
 if TYPE_CHECKING:

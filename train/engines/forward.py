@@ -8,8 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation
-from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation, Precision, autocast
 from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes

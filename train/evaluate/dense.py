@@ -25,7 +25,7 @@ from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.fine_tuning import DenseSettings, groups_of
 from murmuration.evaluation.pyramid import Backbone
 from murmuration.model.encoder import Encoder
-from murmuration.train.clip.precision import autocast
+from murmuration.train.clip.engine import autocast
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.augmented import seed_all
 from murmuration.train.evaluate.errors import EvaluationError

@@ -25,7 +25,7 @@ from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.rows import Rows
 from murmuration.model.captioner import Captioner
 from murmuration.model.encoder import Encoder
-from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.clip.engine import Precision, autocast
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.sharing import Sharing
 from murmuration.train.evaluate.weights import Evaluated, digest_of_model

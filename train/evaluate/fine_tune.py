@@ -32,7 +32,7 @@ from murmuration.model.classifier import TransformerClassifier
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings, SettingsError
-from murmuration.train.clip.precision import autocast
+from murmuration.train.clip.engine import autocast
 from murmuration.train.evaluate.answers import FOLDER
 from murmuration.train.evaluate.augmented import AugmentedPictures, mixed_batches, seed_all
 from murmuration.train.evaluate.classify import places_of

@@ -20,7 +20,7 @@ from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import SplitIndex, whole_of
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
-from murmuration.train.clip.precision import autocast
+from murmuration.train.clip.engine import autocast
 from murmuration.train.evaluate.answers import Answers, MicroBatchAnswers
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.features import Computing, ReadBatch, batches, places_of_micro_batches

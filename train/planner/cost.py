@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from murmuration.train.clip.engine import Precision, autocast
 from murmuration.train.clip.norms import gram_cost
-from murmuration.train.clip.precision import Precision, autocast
 
 # Two sizes, so that costs that do not grow with the micro-batch cancel; broadcasting would treat size 1 specially.
 SIZES = (2, 4)

@@ -23,8 +23,7 @@ from murmuration.evaluation.zero_shot import class_scores, zero_shot
 from murmuration.model.build import build
 from murmuration.model.classifier import classification_loss
 from murmuration.model.trainable import select
-from murmuration.train.clip.engine import ClipEngine, clipped_totals
-from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.clip.engine import ClipEngine, Precision, autocast, clipped_totals
 from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating

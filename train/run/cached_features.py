@@ -22,7 +22,7 @@ from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.classifier import Classifier
 from murmuration.model.settings import Shape
-from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.clip.engine import Precision, autocast
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks, on_all
 from murmuration.train.distributed.stop import StopRequest

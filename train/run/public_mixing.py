@@ -21,7 +21,7 @@ from murmuration.data.batch.loader import Loader, PublicOrder
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.draw.micro_batch import MicroBatch, even_width
 from murmuration.data.index.epochs import PublicEpochs
-from murmuration.train.clip.precision import Precision, autocast
+from murmuration.train.clip.engine import Precision, autocast
 from murmuration.train.config.phase import Mixing
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
