@@ -251,7 +251,9 @@ class ParameterTracker(OneMicroBatch):
                 return enter(function(whole))
         lead = whole.shape[:2]
         with outside():
-            return enter(function(whole.flatten(0, 1)).unflatten(0, lead))
+            out = function(whole.flatten(0, 1))
+            # No view for autograd: what changes it in place, as a ReLU does, would be recorded as a copy into it.
+            return enter(torch.ops.aten._unsafe_view(out, (*lead, *out.shape[1:])))
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """One copy of a weight for each record, from which ordinary autograd continues; other tensors as they are."""
