@@ -242,8 +242,8 @@ DEVIATIONS = [
     "or makes of the summaries that steps return, is not covered.",
     "The model is the user's own. Its forward() was given one record at a time, by construction, and could write "
     "nothing of it into a tensor that records share. Weights, buffers and the attributes of its modules were compared "
-    "before and after every step; what it may keep elsewhere in Python (a global list, a file), or do through PyTorch's "
-    "private interfaces, was not looked at.",
+    "before and after every step; what it may keep elsewhere in Python (a global list, a file), or do through private "
+    "interfaces of PyTorch, was not looked at.",
     "The records are known by the name and number that the program gave them; other runs on them are not known.",
     WATCHED,
     SECRET_FOLDER,
