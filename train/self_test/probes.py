@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,11 +93,6 @@ class SyntheticRecords:
             return {name: _drawn(tensor, size, draw) for name, tensor in form.items()}
 
         return SyntheticRecords(make, rows=rows)
-
-    @property
-    def alone(self) -> SyntheticRecords:
-        """The same with one row each."""
-        return replace(self, rows=1)
 
     def batch(self, size: int, seed: int) -> MicroBatch:
         inputs, present = self.make(size * self.rows, seed), torch.ones(size, dtype=torch.bool)
