@@ -83,8 +83,7 @@ def test_counts_are_priced_by_the_committed_rates() -> None:
         if case["case"] == "mae/base 256":
             side = "plain" if case["way"] == "plain" else "private"
             found = json.loads(COUNTED.read_text())["mae/base"][side]["priced_ms"]
-            # The micro-batch that was timed wrote 0.3 GB more than today's.
-            assert sum(found.values()) == pytest.approx(case["modelled_ms"], rel=0.01)
+            assert sum(found.values()) == pytest.approx(case["modelled_ms"], abs=0.1)
 
 
 def test_a_kernel_takes_its_start_and_the_slowest_of_its_work() -> None:
