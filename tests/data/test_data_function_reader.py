@@ -69,6 +69,7 @@ FAULTS: dict[str, Any] = {
     "TypeError": lambda: None,  # no inputs at all
     "StopIteration": lambda: raises(StopIteration()),
     "MemoryError": lambda: raises(MemoryError()),
+    "SystemExit": lambda: raises(SystemExit(3)),
     "RuntimeError": lambda: torch.zeros(2) + torch.zeros(3),
     "AttributeError": lambda: {"x": torch.ones(1, 2), "y": None},
     "cannot hold": lambda: GOOD | {"y": torch.ones(1, dtype=torch.complex64)},
@@ -88,7 +89,7 @@ def test_whatever_fails_for_one_record_is_that_records(reason: str, capfd: pytes
     assert capfd.readouterr() == ("", ""), "which record it is, and where it lies, is private"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt])
 def test_what_ends_the_program_still_does(error: type[BaseException]) -> None:
     with pytest.raises(error):
         FunctionReader(lambda _: raises(error()), LIKE).fetch(np.array([0]), 1)
