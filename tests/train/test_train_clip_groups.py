@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
-from murmuration.train.clip.rule import ClipError, ClipRule, group_of, groups_of, shares
+from murmuration.train.clip.groups import group_of, groups_of, shares
+from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.config.privacy import Clip
 from tests.support import brute_force
 from tests.support.brute_force import relative_error

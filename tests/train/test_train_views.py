@@ -107,9 +107,8 @@ def test_the_self_test_passes_and_names_what_one_row_may_do(objective: str, monk
     report = self_test(engine, clip, noise, 0, records, 4, alone())
     assert 0 < report.largest_hostile <= 1
     places = [where for where, _ in records.scaled(records.batch(4, 0).inputs, 1e3)]
-    assert (
-        places == ["", ", in one row"] and len(list(records.alone.scaled(records.alone.batch(4, 0).inputs, 1.0))) == 1
-    )
+    one = SyntheticRecords.of(SHAPE, objective)
+    assert places == ["", ", in one row"] and len(list(one.scaled(one.batch(4, 0).inputs, 1.0))) == 1
     for _, inputs in records.scaled(records.batch(4, 0).inputs, 1e3):
         changed = (inputs["images"] != records.batch(4, 0).inputs["images"]).flatten(1).any(1)
         assert not changed[3:].any() and changed[2], "of the first record alone"
