@@ -33,9 +33,9 @@ class Origin:
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"protected": list(self.protected)}
-        if self.unit is None:  # as in ledgers from before there were other units
+        if self.unit is None:
             del fields["unit"]
-        if self.used is None:  # as in ledgers from before there was anything else
+        if self.used is None:
             del fields["used"]
         return fields
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from murmuration.accounting.certificate.amended import amended, fault_of_amendment
 
 from murmuration.accounting import durable, errors, keys
 from murmuration.accounting.certificate import certificate, weights
-from murmuration.accounting.certificate.amended import amended, fault_of_amendment
 from murmuration.accounting.certificate.attached import lists_tensors_of
 from murmuration.accounting.certificate.certificate import EARLIER_FORMAT, CertificateError, compose, verify
 from murmuration.accounting.certificate.composition import Known, composed, known_runs

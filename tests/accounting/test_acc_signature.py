@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from murmuration.accounting.certificate.amended import amended
 from safetensors.numpy import save_file
 
-from murmuration.accounting.certificate.amended import amended
 from murmuration.accounting.certificate.attached import lists_tensors_of
 from murmuration.accounting.certificate.certificate import CertificateError, compose, markdown, verify, write
 from murmuration.accounting.certificate.composition import Known, composed
