@@ -20,7 +20,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan, ScaledSpace
 from murmuration.accounting.scale_table import Moments, ScaleError, ScaleTable, nearest_exponent, scales_name, scales_of
 from tests.support import acc_world
-from tests.support.acc_world import CONFIG, DATA, certified, reopen, rewritten
+from tests.support.acc_world import CONFIG, DATA, SIGNER, certified, reopen, rewritten
 
 TABLE = ScaleTable({"a": ((1, -2), (0, 3, 0)), "b": ((-5, 0), (0,))})
 OTHER = ScaleTable({"a": ((1, -2), (0, 3, 1)), "b": ((-5, 0), (0,))})
@@ -36,7 +36,7 @@ def facts(step: int, clipped: str | None = TABLE.digest, noised: str | None = TA
 
 def begun(folder: Path, declared: str | None = TABLE.digest) -> Journal:
     journal = reopen(folder)
-    journal.start_run("tiny", "check", False, {"dp-accounting": "0.6.0"})
+    journal.start_run("tiny", "check", False, {"dp-accounting": "0.6.0"}, "hmac-sha256", SIGNER)
     journal.declare_plan(0, "private", PLAN, describe("pld"))
     if declared is not None:
         journal.declare_public(0, "scaling", declared)

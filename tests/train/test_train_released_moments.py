@@ -53,7 +53,7 @@ def source(
     engine = trained(alone(), steps=steps)
     digest = Checkpoints(root / "checkpoints", alone(), Keep(2)).save(Position(0, steps), engine, 0, HEADER)
     journal = Journal(Ledger.open(root / "ledger.jsonl"))
-    journal.start_run(root.name, "check", False, {})
+    journal.start_run(root.name, "check", False, {}, "hmac-sha256", "signer")
     journal.declare_plan(0, "private", plan, describe("pld"))
     tell(journal)
     journal.begin_segment(0, "config", records, 0, "first")
@@ -179,7 +179,7 @@ def test_a_run_without_private_phases_released_nothing_in_this_sense(tmp_path: P
     engine = trained(alone(), steps=2)
     Checkpoints(tmp_path / "checkpoints", alone(), Keep(2)).save(Position(0, 2), engine, 0, HEADER)
     journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("public", "check", False, {})
+    journal.start_run("public", "check", False, {}, "hmac-sha256", "signer")
     journal.declare_nonprivate(0, "warm", True, "textures")
     journal.ledger.close()
     with pytest.raises(RecipeError, match="made no promise"):
@@ -196,7 +196,7 @@ def test_a_step_scaled_by_released_moments_needs_the_run_that_released_them(tmp_
         told, clipping=replace(told.clipping, scales="t" * 64), noise=replace(told.noise, scales="t" * 64)
     )  # fmt: skip
     journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("r", "check", False, {})
+    journal.start_run("r", "check", False, {}, "hmac-sha256", "signer")
     journal.declare_plan(0, "private", plan, describe("pld"))
     journal.declare_public(0, "released", "t" * 64)
     journal.begin_segment(0, "config", "people", 0, "first")

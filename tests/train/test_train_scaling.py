@@ -196,7 +196,7 @@ def source(root: Path, tell: Callable[[Journal], Any], steps: int = 2) -> Settin
     engine = trained(alone(), steps=steps)
     Checkpoints(root / "checkpoints", alone(), Keep(2)).save(Position(0, steps), engine, 0, HEADER)
     journal = Journal(Ledger.open(root / "ledger.jsonl"))
-    journal.start_run(root.name, "check", False, {})
+    journal.start_run(root.name, "check", False, {}, "hmac-sha256", "signer")
     tell(journal)
     journal.ledger.close()
     return Settings(source="checkpoint", path=str(root), public=True)
