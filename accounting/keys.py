@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from murmuration.accounting.durable import sync
 from murmuration.accounting.errors import REFUSED, RunError
+from murmuration.accounting.forms import written_before
 from murmuration.accounting.strict_json import parse
 
 StepPurpose = Literal["sampling", "sampling-digest", "noise", "augmentation", "masks", "dropout", "metric-noise"]
@@ -34,7 +35,8 @@ Purpose = Literal[StepPurpose, LastingPurpose]
 Key = bytes | Callable[[int], bytes]
 """One key for all steps, or a function of the step."""
 KEY_BYTES = 32
-FORMAT = "murmuration-key/2"
+FORMAT = "murmuration-key/1"
+BEFORE = "murmuration-key/2"  # counted on before forms began anew
 
 
 class Derive(Protocol):
@@ -100,15 +102,13 @@ def _epoch_key(state: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class RunKey:
-    """The lasting secret; `debug` marks one made from a user's seed, which protects nothing.
-
-    In runs of version 0.1 the keys of private steps were derived from it, too, so `derive` knows their purposes.
-    """
+    """The lasting secret; `debug` marks one made from a user's seed, which protects nothing. It gives the keys of
+    phases without noise, so `derive` knows the purposes of steps, too."""
 
     secret: bytes = field(repr=False)
     debug: bool = False
     chain: Link | None = None
-    """The chain of the segment that was begun last; None before the first, and in a file of version 0.1."""
+    """The chain of the segment that was begun last; None before the first."""
     head: dict[str, Any] | None = None
     """Of runs whose link moves at every step: the `Head` of the ledger when it moved last."""
     order: str | None = None
@@ -202,17 +202,22 @@ def secrets_in(path: Path) -> list[bytes]:
 
 
 def _of(content: bytes, path: Path) -> RunKey:
-    if content.startswith(b"{") and len(content) > KEY_BYTES:
-        return _of_text(content, path)
-    # A file of version 0.1 is the bare secret.
-    debug = content.startswith(b"debug:")
-    secret = content.removeprefix(b"debug:")
-    if len(secret) != KEY_BYTES:
-        raise KeyFileError(
-            f"the run key {path} has {len(secret)} bytes instead of {KEY_BYTES}; restore it, or start a new run "
-            "directory"
-        )
-    return RunKey(secret, debug)
+    try:
+        found: dict[str, Any] = parse(content)
+        check = found.pop("check")
+        if found["format"] == BEFORE:
+            raise KeyFileError(written_before(f"the run key {path}", "start a new run directory"))
+        if found["format"] != FORMAT:
+            raise KeyFileError(f"the run key {path} has format {found['format']!r}; read it with a newer version")
+        if check != _check(found):
+            raise ValueError("its check does not match")
+        chain = found["chain"] and Link(**{**found["chain"], "state": bytes.fromhex(found["chain"]["state"])})
+        more = {name: found[name] for name in ("head", "order") if name in found}
+        return RunKey(bytes.fromhex(found["lasting"]), found["debug"], chain, **more)
+    except KeyFileError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise KeyFileError(f"the run key {path} is damaged; restore it or start a new run directory") from None
 
 
 def destroy(path: Path) -> bool:
@@ -228,23 +233,6 @@ def _text(key: RunKey) -> bytes:
     content = {"format": FORMAT, "debug": key.debug, "lasting": key.secret.hex(), "chain": chain}
     content |= {name: value for name in ("head", "order") if (value := getattr(key, name)) is not None}
     return json.dumps({**content, "check": _check(content)}, indent=1).encode() + b"\n"
-
-
-def _of_text(content: bytes, path: Path) -> RunKey:
-    try:
-        found: dict[str, Any] = parse(content)
-        check = found.pop("check")
-        if found["format"] != FORMAT:
-            raise KeyFileError(f"the run key {path} has format {found['format']!r}; read it with a newer version")
-        if check != _check(found):
-            raise ValueError("its check does not match")
-        chain = found["chain"] and Link(**{**found["chain"], "state": bytes.fromhex(found["chain"]["state"])})
-        more = {name: found[name] for name in ("head", "order") if name in found}
-        return RunKey(bytes.fromhex(found["lasting"]), found["debug"], chain, **more)
-    except KeyFileError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise KeyFileError(f"the run key {path} is damaged; restore it or start a new run directory") from None
 
 
 def _check(content: dict[str, Any]) -> str:

@@ -290,7 +290,7 @@ class PrivacyPlan:
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
         for name in ("views", "slots"):
-            if optional[name] == 1:  # as in plans from before there was a choice
+            if optional[name] == 1:
                 del optional[name]
         return value | {name: part for name, part in optional.items() if part}
 

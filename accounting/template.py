@@ -16,7 +16,7 @@ from murmuration.accounting.escaping import markdown_text
 
 
 def html_page(template: Path, **values: Any) -> str:
-    # Escaped by the standard library, as in earlier versions: Jinja writes quotation marks as other entities.
+    # Escaped by the standard library: Jinja writes quotation marks as other entities.
     return _filled(template, values, lambda text: html.escape(text))
 
 

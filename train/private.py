@@ -216,7 +216,7 @@ ALLOWANCE = (
 NUMBERS = (
     "In an epoch of random allocation, or a block of steps with correlated noise, a record takes part once, by its "
     "number, and the run was continued within one: that the program gave each record the same number as before is its "
-    "own word (`order`; versions before did not ask for it)."
+    "own word (`order`)."
 )
 RESTORED = (
     "This run has no log outside its directory. Its secret file tells how long the ledger is and loses the keys of "
@@ -368,7 +368,6 @@ class PrivateTraining:
         core = PrivateCore(
             self.plan, built.clip, built.engine, derive, self.ranks, self._computation.noise, segment.from_step
         )
-        self.ranks.on_main(lambda: self._run.require_generator(segment, core.generator))
         self.ranks.on_main(lambda: self._run.remember(self._order))
         self._core = core
 

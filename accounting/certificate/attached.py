@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.weights import (
     AVERAGED,
@@ -33,7 +32,7 @@ class CertificateError(RunError, ValueError):
 class Attached:
     """What was checked beside the ledger, and what could not be, as sentences."""
 
-    signed_by: str | None = None
+    signed_by: str
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
@@ -43,26 +42,14 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
     found = Attached(history.run["signer"])
     if signer is not None and signer != found.signed_by:
         raise CertificateError(f"the ledger names the signing key {found.signed_by}, not the expected {signer}")
-    if found.signed_by is None:
-        found.unchecked.append("the run did not sign: anyone who can write these files can rewrite them all")
-    elif (fault := fault_of(signed_one := certificate.get(AMENDS, certificate), found.signed_by)) is not None:
+    if (fault := fault_of(certificate, found.signed_by)) is not None:
         raise CertificateError(f"the certificate {fault}; restore the signed file")
-    else:
-        if signed_one is certificate:
-            found.checked.append(f"the certificate is signed by {found.signed_by}")
-        else:
-            found.checked.append(
-                f"the certificate amends one that is signed by {found.signed_by}; it claims no less and says the same"
-            )
-            found.unchecked.append(
-                "what was declared after the key was destroyed (that the run was chosen among several, or that a "
-                "checkpoint may be chosen by outputs): nobody could sign it, and dropping it leaves the signed one"
-            )
-        if signer is None:
-            found.unchecked.append(
-                "whether that is the run's key: compare it with the data set's log of runs or a witness, and give it "
-                "with --signer"
-            )
+    found.checked.append(f"the certificate is signed by {found.signed_by}")
+    if signer is None:
+        found.unchecked.append(
+            "whether that is the run's key: compare it with the data set's log of runs or a witness, and give it with "
+            "--signer"
+        )
     _check_weights(folder, certificate, found)
     return found
 
@@ -114,9 +101,8 @@ def lists_tensors_of(folder: Path, file: Path) -> bool:
     RunError, OSError, ValueError, KeyError or TypeError where something of it cannot be read."""
     certificate = parse((folder / "certificate.json").read_bytes())
     history, _ = History.read(folder / "ledger.jsonl")
-    signer, signed_one = history.run["signer"], certificate.get(AMENDS, certificate)
     lists = read_lists(folder)
-    if signer is None or lists is None or fault_of(signed_one, signer) is not None:
+    if lists is None or fault_of(certificate, history.run["signer"]) is not None:
         return False
     _require_certified({_folder(entry): entry for entry in certificate["weights"]}, lists)
     _, _, others = _check_file(file, lists)

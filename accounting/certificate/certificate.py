@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.certificate.pages import html_page, html_sections, markdown, pages
-from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose
+from murmuration.accounting.certificate.statement import FORMAT, compose
 from murmuration.accounting.certificate.verify import CertificateError, Verdict, verify
 from murmuration.accounting.durable import atomic
 
 __all__ = [
-    "EARLIER_FORMAT", "FORMAT", "CertificateError", "Verdict", "compose", "html_page", "html_sections", "markdown",
-    "verify", "write",
+    "FORMAT", "CertificateError", "Verdict", "compose", "html_page", "html_sections", "markdown", "verify", "write",
 ]  # fmt: skip
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from murmuration.accounting import template
-from murmuration.accounting.certificate.amended import KEY as AMENDS
-from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
+from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
 from murmuration.accounting.certificate.picture import trade_off_svg
 from murmuration.accounting.certificate.registry import registry_entry
@@ -85,7 +84,7 @@ def _sections(certificate: dict[str, Any]) -> list[Section]:
     if certificate.get("siblings"):
         siblings = [_sibling(each) for each in certificate["siblings"]]
         found.append(Section("Other runs on the same records", [Block("list", siblings), *_composition(certificate)]))
-    if certificate.get("versions"):
+    if certificate["versions"]:
         versions = [["part", "version"], *([name, str(each)] for name, each in certificate["versions"].items())]
         found.append(Section("Versions", [Block("table", versions)]))
     found.append(Section("Model card block", [Block("code", model_card(certificate), "yaml")]))
@@ -113,11 +112,6 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
             f"ε = {claim['epsilon_claimed']} claimed: {claim['claimed_because']}",
             f"RDP, as a second opinion: {_show(claim['epsilon_rdp'])}",
         ]
-    if AMENDS in certificate:
-        lines.append(
-            "amended: the run had signed a certificate before it was declared how it, or one of its checkpoints, was "
-            "chosen; that one stands inside this one, whose weaker claim nobody signed"
-        )
     about = certificate.get("about") or {}
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
     for phase in certificate["phases"]:
@@ -170,14 +164,14 @@ def _meaning(certificate: dict[str, Any]) -> list[str]:
     claim = certificate["claim"]
     stands_for = claim.get("stands_for")
     objection = None if claim["private"] or stands_for else claim["statement"]
-    limits = certificate.get("limits")
+    limits = certificate["limits"]
     attacks = Attacks.of_limits(limits) if limits else Attacks.of_curve(curve_of(certificate))
     text = explain(claim["epsilon_claimed"] or 0.0, delta_of(claim) or 1.0, certificate["unit"], attacks, objection)
     return [*([f"{stands_for}. The following is about what was run."] if stands_for else []), *text.split("\n\n")]
 
 
 def _limits(certificate: dict[str, Any]) -> list[Section]:
-    limits, claim, one = certificate.get("limits"), certificate["claim"], noun_of(certificate["unit"])
+    limits, claim, one = certificate["limits"], certificate["claim"], noun_of(certificate["unit"])
     if not limits:
         return []
     points = [(point["false_alarms"], point["at_most"]) for point in limits["true_positives"]]
@@ -249,7 +243,7 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["Unit of privacy", f"{certificate['unit']}; {_people(certificate)}"],
             ["Neighbouring data sets", certificate["adjacency"]],
             ["Variant", "approximate differential privacy, computational: see the assumption below"],
-            ["Assumption", certificate.get("assumption", ASSUMPTION)],
+            ["Assumption", certificate["assumption"]],
         ]),
         Block("table", [
             ["the algorithm", ""],
@@ -278,7 +272,7 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
 
 
 def _people(certificate: dict[str, Any]) -> str:
-    limits, several = certificate.get("limits"), f"{noun_of(certificate['unit'])}s"
+    limits, several = certificate["limits"], f"{noun_of(certificate['unit'])}s"
     rows = [each for each in limits["groups"] if each["epsilon"] is not None] if limits else []
     if not rows:
         return f"what it means for a person with several {several} is not stated, and not in proportion"

@@ -67,5 +67,5 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
 
 def _steps(certificate: dict[str, Any]) -> str:
     """The steps that the claim rests on, in words."""
-    limits = certificate.get("limits")
+    limits = certificate["limits"]
     return str(limits["holds_for"]) if limits else "every step that the ledger opened"

@@ -16,9 +16,9 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
-FORMAT = "murmuration-certificate/2"
-# The earlier format has no limits and no assumption; its pages said more than it proved.
-EARLIER_FORMAT = "murmuration-certificate/1"
+FORMAT = "murmuration-certificate/1"
+# Ledger lines after which a certificate no longer covers its run.
+UNCOVERED = ("open", "commit", "segment", "origin", "lost", "tuning", "choice")
 MECHANISM = (
     "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
     "Poisson sample, Gaussian noise added once to the sum, divided by the constant q·n"
@@ -49,11 +49,6 @@ DEVIATIONS = [
     "A whole run directory, secret folder included, that is restored in place is recognised by the data set's log of "
     "runs alone; restored together with that log, it cannot be told from the original.",
 ]
-# Certificates of format 1 must state all of these, in these words.
-EARLIER_DEVIATIONS = [
-    DEVIATIONS[0],
-    "A restored copy of the whole run directory, secret folder included, cannot be told from the original.",
-]
 CURVES = (
     "Curves of the private records without noise (losses, norms, batch sizes, times) were kept for the owner of the "
     "run. Decisions taken by them are outside the claim: when to stop, which settings, checkpoint or run to prefer."
@@ -80,16 +75,6 @@ RATCHETED_EPOCHS = (
     "copied the secret file meanwhile can tell in which of the epoch's steps, earlier ones included, each record takes "
     "part, but not take the noise off those before. Against them the claim covers the epochs before alone."
 )
-# Stated in addition where one ledger has segments of both kinds.
-NOT_RATCHETED = (
-    "Segments that an earlier version began have keys that last as long as the run: whoever copied the secret folder "
-    "at any time has the keys of all of their steps."
-)
-# For ledgers begun before digests of records were keyed.
-UNKEYED_DIGESTS = (
-    "Ledger and certificate hold unkeyed hashes of the private records' files: whoever knows all of them but one can "
-    "test guesses of that one, and who knows the files can test which records an exclusion list left out."
-)
 # Stated where a phase began with weights that have no ledger of ours.
 FOREIGN_WEIGHTS = (
     "Weights that come from elsewhere may have been trained on the very records that this run protects, or on copies "
@@ -97,30 +82,20 @@ FOREIGN_WEIGHTS = (
     "the weights held of the record before, which can be read from what is released as well: for such records the "
     "claim is not one about the released weights."
 )
-# Stated where the noise did not come from a cryptographic generator.
-GENERATOR_DEVIATIONS = {
-    "philox4x64-10": "The noise came from Philox4x64-10 under a key of 128 bits, which is not a cryptographic "
-    "generator: the promise holds against adversaries who cannot tell its output from true randomness, and that is "
-    "conjectured, not proved.",
-    "philox4x32-10": "The noise came from Philox4x32-10, which is not a cryptographic generator: the promise holds "
-    "against adversaries who cannot tell its output from true randomness, and that is conjectured, not proved.",
-}
 
 
 def compose(
-    history: History, entries: list[LedgerEntry], extra: dict[str, Any], epsilon_found: float | None = None,
-    form: str = FORMAT,
+    history: History, entries: list[LedgerEntry], extra: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     """Everything a reader needs to recompute the claim. `extra` is what the ledger does not contain: hashes, the
     deviations of this trainer, `about` (a description of the data, who is responsible), `model`, `siblings` (other runs
-    on the same records), `dates` but for the first start. The epsilon is computed unless `epsilon_found` gives the one
-    that another method found."""
+    on the same records), `dates` but for the first start."""
     added = dict(extra)
     deviations = added.pop("known_deviations", [])
     private = bool(history.plans)
     objection = history.why_not_private()
     chargeable = private and not history.faults
-    spent = (history.epsilon() if epsilon_found is None else epsilon_found) if chargeable else None
+    spent = history.epsilon() if chargeable else None
     delta = history.delta() if private else None
     claimed, basis, tunings = claim_of(history, spent)
     claim: dict[str, Any] = {
@@ -139,20 +114,15 @@ def compose(
     }
     banded = any(plan.banded is not None for plan in history.plans.values())
     allocated = any(plan.slots > 1 for plan in history.plans.values())
-    stated: dict[str, Any] = {}
     if dates := stated_days(history.run["started"], added.pop("dates", {})):
         added = {"dates": dates, **added}
-    if form == FORMAT:
-        stated = {
-            "limits": limits(history, claimed) if claimed is not None else None,
-            "assumption": ASSUMPTION,
-            "versions": history.run["versions"],
-        }
     return {
-        "format": form,
+        "format": FORMAT,
         "run": history.run["name"],
         "claim": claim,
-        **stated,
+        "limits": limits(history, claimed) if claimed is not None else None,
+        "assumption": ASSUMPTION,
+        "versions": history.run["versions"],
         "unit": unit_in_words(history.unit),
         "adjacency": adjacency_in_words(history.unit),
         "mechanism": _mechanism(EXACT_MECHANISM if _all_exact(history) else MECHANISM, history.unit)
@@ -161,7 +131,7 @@ def compose(
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
-        "known_deviations": deviations_of(history, form) + deviations,
+        "known_deviations": deviations_of(history) + deviations,
         **added,
         "ledger": {"length": len(entries), "head": entries[-1].hash},
     }
@@ -191,16 +161,13 @@ def _of_one_run(history: History) -> list[list[Event]]:
     return [history.charged(), history.planned(), *([allowed(history)] if anew else [])]
 
 
-def deviations_of(history: History, form: str = FORMAT) -> list[str]:
-    """The deviations that follow from the ledger and that every certificate of this format must state."""
-    found = list(EARLIER_DEVIATIONS if form == EARLIER_FORMAT else DEVIATIONS)
+def deviations_of(history: History) -> list[str]:
+    """The deviations that follow from the ledger and that every certificate must state."""
+    found = list(DEVIATIONS)
     if _all_exact(history):
         found.remove(DEVIATIONS[0])
-    if not history.keyed:
-        found.append(UNKEYED_DIGESTS)
-    forms = {segment.keys for segment in history.segments}
-    if "ratchet" in forms and form == FORMAT:
-        found += [RATCHETED] if None not in forms else [RATCHETED, NOT_RATCHETED]
+    if history.segments:
+        found.append(RATCHETED)
         found += [RATCHETED_BLOCKS] if any(plan.banded is not None for plan in history.plans.values()) else []
         found += [RATCHETED_EPOCHS] if any(plan.slots > 1 for plan in history.plans.values()) else []
     if lost := sum(charge.count for charge in history.lost):
@@ -208,16 +175,17 @@ def deviations_of(history: History, form: str = FORMAT) -> list[str]:
             f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "
             "nothing else is known of them."
         )
-    for generator in sorted(
-        {facts.noise.generator for facts in (*history.opened.values(), *history.committed.values())}
-    ):
-        found += [text] if (text := GENERATOR_DEVIATIONS.get(generator)) else []
     found += [line.deviation(history.phase_names[line.phase]) for line in (*history.public_uses, *history.stores)]
     found += [line.deviation() for line in history.earlier]
-    if form == FORMAT and any(line.use == "weights" for line in history.public_uses):
+    if any(line.use == "weights" for line in history.public_uses):
         found.append(FOREIGN_WEIGHTS)
     found += [CURVES] if history.private_curves else []
     return found + [origin.deviation(unit_in_words(history.unit)) for origin in history.origins]
+
+
+def uncovered(entries: list[LedgerEntry], document: dict[str, Any]) -> bool:
+    """Whether the ledger goes on, after the lines that the certificate covers, with any that it would have to cover."""
+    return any(entry.kind in UNCOVERED for entry in entries[document["ledger"]["length"] :])
 
 
 def _all_exact(history: History) -> bool:

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.amended import KEY as AMENDS
-from murmuration.accounting.certificate.amended import fault_of_amendment, uncovered
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
 from murmuration.accounting.certificate.composition import SUMS, total
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.pages import pages
-from murmuration.accounting.certificate.statement import EARLIER_FORMAT, FORMAT, compose, deviations_of
+from murmuration.accounting.certificate.statement import FORMAT, compose, deviations_of, uncovered
 from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event
+from murmuration.accounting.forms import written_before
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import lost_charges, read_heads, uncharged, unknown
@@ -25,17 +24,10 @@ from murmuration.accounting.strict_json import JsonError, parse
 
 # Bounds that two processors compute for the same ledger agree to about 1e-12; a difference above this is refused.
 AGREEMENT = 1e-9
-# Version 0.1 composed without bounding the rounding. Its certificates still verify if the bound agrees with them.
-EARLIER_METHOD = {"accountant": "pld", "interval": 1e-4, "tail_mass": 1e-15, "estimate": "pessimistic"}
-EARLIER_AGREEMENT = 1e-5
 # Limits are read off a curve at fixed points, where small differences between processors grow.
 LIMITS_AGREEMENT = 1e-6
-# Added to the verdict on a certificate of format 1.
-EARLIER_FORM = (
-    "its form murmuration-certificate/1 proves this one (ε, δ) for one record and nothing else. Where its pages say "
-    "that a person with k records has k times the ε, or that attacks with unlimited computers are limited, they are "
-    "wrong; `account.py explain` says what this ledger does prove"
-)
+# Its number was counted on before forms began anew.
+BEFORE = ("murmuration-certificate/2",)
 # What follows from the ledger alone; everything else in a certificate is somebody's word.
 DERIVED = ("run", "unit", "adjacency", "mechanism", "phases", "segments", "tuned_on_private_data")
 DERIVED_CLAIMS = (
@@ -65,8 +57,6 @@ class Verdict:
     checkpoints: int = 0
     attached: Attached | None = None
     """None where there is no certificate yet."""
-    earlier_form: str | None = None
-    """What the certificate's form cannot promise, if it is not the present one."""
 
 
 def verify(
@@ -85,7 +75,7 @@ def verify(
     spent = history.epsilon(accountant) if private else 0.0
     if private and accountant == "pld" and spent > history.budget() * (1 + AGREEMENT):
         raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
-    certified = claimed = because = attached = earlier = None
+    certified = claimed = because = attached = None
     if certificate_path.is_file():
         try:
             certificate = parse(certificate_path.read_bytes())
@@ -94,7 +84,6 @@ def verify(
             attached = check_attached(run_dir, certificate, history, signer)
             if certificate_path.name == "certificate.json":
                 _check_pages(run_dir, certificate, attached)
-            earlier = EARLIER_FORM if certificate["format"] == EARLIER_FORMAT else None
         except (CertificateError, AccountingError):
             raise
         except JsonError as error:
@@ -106,7 +95,6 @@ def verify(
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
         opened=len(history.opened), committed=len(history.committed), lines=len(entries), head=entries[-1].hash,
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
-        earlier_form=earlier,
     )  # fmt: skip
 
 
@@ -187,7 +175,9 @@ def _require_line(entries: list[LedgerEntry], length: int, head: str, witness: s
 
 
 def _compare(certificate: dict[str, Any], history: History, entries: list[LedgerEntry]) -> float | None:
-    if certificate["format"] not in (FORMAT, EARLIER_FORMAT):
+    if certificate["format"] in BEFORE or (certificate["format"] == FORMAT and "limits" not in certificate):
+        raise CertificateError(written_before("the certificate", "nothing here can check it"))
+    if certificate["format"] != FORMAT:
         raise CertificateError(f"the certificate has format {certificate['format']!r:.200}, not {FORMAT!r}")
     length = certificate["ledger"]["length"]
     _require_line(entries, length, certificate["ledger"]["head"], "the certificate")
@@ -195,20 +185,17 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
         raise CertificateError(
             "steps were opened, or tuning was declared, after the certificate was written; it no longer covers the run"
         )
-    expected, method = _expected(certificate, history, entries)
+    expected = compose(history, entries, {})
     pairs = [(key, certificate[key], expected[key]) for key in DERIVED]
     pairs += [(f"claim.{key}", certificate["claim"][key], expected["claim"][key]) for key in DERIVED_CLAIMS]
     pairs.append(("claim", _optional(certificate), _optional(expected)))
-    pairs.append(("claim.method", _method(certificate), method))
+    pairs.append(("claim.method", _method(certificate), _method(expected)))
     for name, found, recomputed in pairs:
         # Through JSON and back, like the certificate.
         if not _same(found, json.loads(json.dumps(recomputed))):
             raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
-    if certificate["format"] == FORMAT:
-        _compare_limits(certificate, expected)
+    _compare_limits(certificate, expected)
     _check_other_words(certificate, history, entries, expected["claim"]["epsilon_claimed"])
-    if AMENDS in certificate:
-        _check_unsigned(certificate, expected)
     claimed = certificate["claim"]["epsilon"]
     return None if claimed is None else float(claimed)
 
@@ -220,36 +207,13 @@ def _check_other_words(
     for name in ("known_deviations", "siblings"):
         if not isinstance(certificate.get(name, []), list):
             raise CertificateError(f"the certificate's {name} are not a list; restore it")
-    left_out = set(deviations_of(history, certificate["format"])) - set(certificate["known_deviations"])
+    left_out = set(deviations_of(history)) - set(certificate["known_deviations"])
     if left_out:
         raise CertificateError(f"the certificate leaves out a known deviation: {min(left_out)}")
     if (fault := fault_of_dates(certificate.get("dates", {}), history.run["started"])) is not None:
         raise CertificateError(f"the certificate's dates {fault}")
-    if AMENDS in certificate:
-        signed_one = certificate[AMENDS]["ledger"]
-        _require_line(entries, signed_one["length"], signed_one["head"], "the certificate that this one amends")
-        if (fault := fault_of_amendment(certificate, history, entries)) is not None:
-            raise CertificateError(f"the certificate {fault}")
     if "composition" in certificate:
         _check_composition(certificate, history, claimed)
-
-
-def _check_unsigned(certificate: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Nobody signed the recomputed parts of an amended certificate, so their words must match to the letter, even where
-    another version of this program may say the same in other words."""
-    for part in ("claim", "limits", "ledger"):
-        stated, recomputed = certificate[part], json.loads(json.dumps(expected[part]))
-        if _texts(stated) != _texts(recomputed):
-            raise CertificateError(f"the certificate's {part} contains words that nobody signed; write it again")
-
-
-def _texts(value: Any) -> Any:
-    """The names and words of a value, without its numbers."""
-    if isinstance(value, dict):
-        return {key: _texts(each) for key, each in value.items() if key != "dp_accounting"}
-    if isinstance(value, list):
-        return [_texts(each) for each in value]
-    return value if isinstance(value, str) else None
 
 
 def _check_composition(certificate: dict[str, Any], history: History, claimed: float) -> None:
@@ -273,23 +237,6 @@ def _check_composition(certificate: dict[str, Any], history: History, claimed: f
             raise CertificateError(
                 f"the certificate says composition.{name} = {stated[name]!s:.50}, but its own events give {again[name]}"
             )
-
-
-def _expected(
-    certificate: dict[str, Any], history: History, entries: list[LedgerEntry]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document that the ledger gives, and the method that computed it."""
-    form = certificate["format"]
-    expected = compose(history, entries, {}, form=form)
-    found, bound = certificate["claim"]["epsilon"], expected["claim"]["epsilon"]
-    if _method(certificate) == EARLIER_METHOD and isinstance(found, float) and isinstance(bound, float):
-        if abs(found - bound) > EARLIER_AGREEMENT:
-            raise CertificateError(
-                f"the certificate says epsilon = {found}, but {bound} is the smallest bound that can be proved; its "
-                "method did not bound its own rounding"
-            )
-        return compose(history, entries, {}, found, form), EARLIER_METHOD
-    return expected, _method(expected)
 
 
 def _compare_limits(certificate: dict[str, Any], expected: dict[str, Any]) -> None:

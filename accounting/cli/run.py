@@ -56,8 +56,6 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if verdict.attached is not None:
         lines += verdict.attached.checked
         lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]
-    if verdict.earlier_form:
-        lines.append(f"what this certificate cannot promise: {verdict.earlier_form}")
     if verdict.objection:
         lines.append(verdict.objection)
     return asdict(verdict), "\n".join(printable(line) for line in lines)
@@ -75,12 +73,12 @@ def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         if history.finished:
             lines.append(f"{history.run['name']} was already finished; its certificate stays as it is")
         else:
-            key = load(keys[0]) if history.run["signer"] else None
+            key = load(keys[0])
             # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
             journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(root / "secret" / HEADS)), "retired")
             journal.finish()
             document = compose(history, journal.ledger.entries, {"known_deviations": RETIRED, "siblings": []})
-            write(document if key is None else signed(document, key), root)
+            write(signed(document, key), root)
             lines.append(f"{history.run['name']} is finished and certified as far as it went; it cannot be continued")
         destroyed = [destroy(path) for path in keys]
         lines.append("its key is destroyed" if any(destroyed) else "there was no key left")

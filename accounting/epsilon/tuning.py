@@ -27,8 +27,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from murmuration.accounting.epsilon.accountant import (
     AccountingError,
@@ -54,8 +54,6 @@ class Tuning:
     mean: float
     shape: float = 1.0
     fixed: bool = False
-    bound: Literal["rdp", "either"] = field(default="either", compare=False)
-    """Declarations that earlier versions wrote are priced by RDP alone, as their certificates were."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and self.mean >= 1):
@@ -66,17 +64,13 @@ class Tuning:
             raise AccountingError(f"the shape of the number of runs must be at least 0, but is {self.shape}")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON has no infinity: Poisson is written as a word. The bound stands only where there is a choice."""
-        value = {**asdict(self), "shape": "poisson" if math.isinf(self.shape) else self.shape}
-        if self.fixed or self.bound == "rdp":
-            del value["bound"]
-        return value
+        """JSON has no infinity: Poisson is written as a word."""
+        return {**asdict(self), "shape": "poisson" if math.isinf(self.shape) else self.shape}
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> Tuning:
-        shape = value.get("shape", 1.0)
-        number = math.inf if shape == "poisson" else float(shape)
-        return Tuning(value["mean"], number, bool(value.get("fixed", False)), value.get("bound", "either"))
+        shape = math.inf if value["shape"] == "poisson" else float(value["shape"])
+        return Tuning(value["mean"], shape, value["fixed"])
 
 
 @dataclass(frozen=True)
@@ -105,24 +99,14 @@ def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> floa
     if tuning.fixed:
         runs = int(tuning.mean)
         return epsilon([replace(event, count=event.count * runs) for event in merged], delta)
-    found = [_by_rdp(merged, delta, tuning)] if tuning.bound == "rdp" else _by_either(merged, delta, tuning)
-    value = min(found, default=math.inf)
+    value = math.inf  # either bound holds by itself, and where one has no answer the other one may
+    with contextlib.suppress(AccountingError):
+        value = _by_rdp(merged, delta, tuning)
+    with contextlib.suppress(AccountingError):
+        value = min(value, selected_epsilon(merged, delta, tuning.mean, tuning.shape))
     if not math.isfinite(value):
         raise AccountingError("the cost of tuning did not converge; use fewer runs or more noise")
     return value
-
-
-def _by_either(events: Sequence[Event], delta: float, tuning: Tuning) -> list[float]:
-    """Each is a bound of its own; where one of them has no answer the other one may."""
-    found = []
-    for price in (_by_rdp, _by_deltas):
-        with contextlib.suppress(AccountingError):
-            found.append(price(events, delta, tuning))
-    return found
-
-
-def _by_deltas(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
-    return selected_epsilon(events, delta, tuning.mean, tuning.shape)
 
 
 def _by_rdp(events: Sequence[Event], delta: float, tuning: Tuning) -> float:

@@ -14,8 +14,7 @@ from murmuration.accounting.strict_json import CLOSED
 
 RULES = ("flat", "automatic")
 EXACT = "aes-256-ctr-exact"
-# Philox is no longer drawn; runs that drew it still verify.
-GENERATORS = ("aes-256-ctr", EXACT, "chacha20", "philox4x64-10", "philox4x32-10")
+GENERATORS = ("aes-256-ctr", EXACT, "chacha20")
 
 
 @dataclass(frozen=True, order=True)
@@ -97,7 +96,7 @@ class StepFacts:
         value = asdict(self)
         metrics = list(value.pop("metrics"))
         for part in (value["noise"], *metrics):
-            if not part["grid"]:  # as in ledgers from before there were grids
+            if not part["grid"]:
                 del part["grid"]
         if self.noise.correlation is None:
             del value["noise"]["correlation"]
@@ -205,8 +204,8 @@ class Segment:
     manifest_digest: str
     from_step: int
     reason: str
-    keys: Literal["ratchet"] | None = None
-    """How the keys of its steps are derived: from a chain that forgets, or, in version 0.1, all from the run key."""
+    keys: Literal["ratchet"]
+    """How the keys of its steps are derived: from a chain that forgets."""
 
     @property
     def key_name(self) -> str:
@@ -218,10 +217,7 @@ class Segment:
         return f"phase {self.phase}, segment {self.key_name}"
 
     def as_dict(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if self.keys is None:  # as version 0.1 wrote it
-            del fields["keys"]
-        return fields
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from murmuration.accounting.adaptive import ROUNDING, NormTrail
 from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
+from murmuration.accounting.forms import written_before
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
 from murmuration.accounting.ledger.facts import (
     Charge,
@@ -26,7 +27,6 @@ from murmuration.accounting.ledger.facts import (
     StepId,
 )  # fmt: skip
 from murmuration.accounting.ledger.lines import (
-    KEYED,
     LINES,
     RECORDS_AS_PUBLIC,
     ChoiceLine,
@@ -93,8 +93,8 @@ class History:
     """Where records are allocated: the least noise that was announced for a step of each phase's, segment's epoch."""
     _uneven: set[int] = field(default_factory=set, compare=False, repr=False)
     """Phases of which some step did something else than it had announced."""
-    _acting: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
-    """Clipping rule and trained elements of each segment, which its config fixes."""
+    _acting: dict[tuple[int, int], tuple[str, str, int]] = field(default_factory=dict)
+    """Clipping rule, source of noise and trained elements of each segment, which its config fixes."""
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
     """How long the ledger was before each segment: what was written before belongs to an earlier one."""
     marks_before: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -132,6 +132,8 @@ class History:
         self._line = entry.index
         if not self.ids:
             self.ids.append(entry.hash)
+        if entry.kind == "run" and not {"signer", "record_digests"} <= entry.fields.keys():
+            raise LedgerError(written_before("the ledger", "start a new run directory"))
         try:
             if self.finished and entry.kind in NOT_AFTER_FINISH:
                 raise ValueError("the run was finished before")
@@ -194,11 +196,11 @@ class History:
             raise ValueError(f"{step_id} is outside the steps {segment.from_step + 1} to {plan.steps} of its segment")
         if (departure := self.departure(step_id, facts)) is not None:
             raise ValueError(f"step {step_id.step} of phase {step_id.phase} {departure}")
-        acting = (facts.clipping.rule, facts.noise.elements)
+        acting = (facts.clipping.rule, facts.noise.generator, facts.noise.elements)
         if self._acting.setdefault((segment.phase, segment.number), acting) != acting:
             raise ValueError(
-                f"step {step_id.step} of phase {step_id.phase} clips by another rule or trains another number of "
-                "weights than the steps before it, which one config cannot do"
+                f"step {step_id.step} of phase {step_id.phase} clips by another rule, draws noise from another "
+                "source or trains another number of weights than the steps before it, which one config cannot do"
             )
         if (trail := self.trails.get(step_id.phase)) is not None:
             stated = facts.clipping.sensitivity, facts.noise.std
@@ -236,8 +238,7 @@ class History:
 
     def _copied(self, line: CopiedLine) -> None:
         self.copied = len(self.segments)
-        if line.id is not None:
-            self.ids.append(line.id)
+        self.ids.append(line.id)
 
     def _lost(self, line: LostLine) -> None:
         if strange := [charge.phase for charge in line.charged if charge.phase not in self.plans]:
@@ -290,11 +291,6 @@ class History:
     def unit(self) -> Unit | None:
         """What every plan protects, with the first plan's number of rows; None: a record."""
         return next((plan.units for plan in self.plans.values()), None)
-
-    @property
-    def keyed(self) -> bool:
-        """Whether its record digests are keyed, so that they tell nothing to anyone who has the records."""
-        return self.run["record_digests"] == KEYED
 
     def segments_of(self, phase: int) -> list[Segment]:
         return [segment for segment in self.segments if segment.phase == phase]

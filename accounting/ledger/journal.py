@@ -16,7 +16,7 @@ from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.lines import UNKEYED, PublicLine, PublicUse, RecordDigests, StoreLine
+from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StoreLine
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 
@@ -85,8 +85,6 @@ class Journal:
 
     def declare_earlier(self, digests: Iterable[str]) -> None:
         """Records what runs before this one used without noise: whoever begins from this run's weights must know."""
-        if self.history.finished:  # by a version that did not note them; nothing can be added to it
-            return
         for digest in sorted(set(digests) - self.history.without_noise()):
             self._append("earlier", digest=digest)
 
@@ -119,13 +117,12 @@ class Journal:
         self.ledger.settle()
 
     def start_run(
-        self, name: str, key_check: str, debug: bool, versions: dict[str, str], record_digests: RecordDigests = UNKEYED,
-        signer: str | None = None, started: str | None = None,
+        self, name: str, key_check: str, debug: bool, versions: dict[str, str], record_digests: RecordDigests,
+        signer: str, started: str | None = None,
     ) -> None:  # fmt: skip
-        more = {} if record_digests == UNKEYED else {"record_digests": record_digests}
-        more |= {} if signer is None else {"signer": signer}
-        more |= {} if started is None else {"started": started}
-        self._append("run", format=FORMAT, name=name, key_check=key_check, debug=debug, versions=versions, **more)
+        fields = {"name": name, "key_check": key_check, "debug": debug, "versions": versions, "signer": signer}
+        dated = {} if started is None else {"started": started}
+        self._append("run", format=FORMAT, record_digests=record_digests, **fields, **dated)
 
     def declare_plan(self, phase: int, name: str, plan: PrivacyPlan, method: dict[str, object]) -> None:
         """Freezes the plan; on resume, refuses one that differs from the frozen one."""
@@ -171,8 +168,6 @@ class Journal:
     def declare_tuning(self, declared: Declared) -> float | None:
         """Writes it once, before the first step if known then. Returns the epsilon that it makes of the planned run."""
         planned = self.history.planned()
-        # An earlier version's declaration keeps its price.
-        declared = next((known for known in self.history.tunings if known == declared), declared)
         cost = tuned_epsilon(planned, self.history.delta(), declared.tuning) if declared.tuning and planned else None
         if declared not in self.history.tunings:
             self._append("tuning", **declared.as_dict())

@@ -11,11 +11,10 @@ from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import CLOSED
 
-RecordDigests = Literal["sha256", "hmac-sha256", "name"]
-UNKEYED: RecordDigests = "sha256"
+RecordDigests = Literal["hmac-sha256", "name"]
 KEYED: RecordDigests = "hmac-sha256"
 NAMED: RecordDigests = "name"
-"""How a ledger identifies records: by a bare hash of their files, one keyed by a secret, or a name from a program."""
+"""How a ledger identifies records: by a hash of their files that is keyed by a secret, or a name from a program."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,11 @@ class RunLine:
     key_check: str
     debug: bool
     versions: dict[str, Any]
-    signer: str | None = None
-    """Public half of the key that signs the certificate; version 0.1 did not sign."""
-    record_digests: RecordDigests = UNKEYED
+    signer: str
+    """Public half of the key that signs the certificate."""
+    record_digests: RecordDigests
     started: str | None = None
-    """The day on which the run began, in UTC; earlier versions did not record it, and debug runs do not."""
+    """The day on which the run began, in UTC; debug runs do not record it."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,8 @@ class StepLine:
 class _Runs:
     __pydantic_config__ = CLOSED
     mean: float
-    shape: float | Literal["poisson"] = 1.0
-    fixed: bool = False
-    bound: Literal["rdp", "either"] = "rdp"
+    shape: float | Literal["poisson"]
+    fixed: bool
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,11 @@ class TuningLine:
 
 @dataclass(frozen=True)
 class CopiedLine:
-    """`id` is the id of the copy from here on; copies that were noted by version 0.1 have none."""
+    """`id` is the id of the copy from here on."""
 
     __pydantic_config__ = CLOSED
     reason: str
-    id: str | None = None
+    id: str
 
 
 @dataclass(frozen=True)

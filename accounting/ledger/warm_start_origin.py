@@ -30,7 +30,7 @@ class Origin:
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"protected": list(self.protected)}
-        if self.unit is None:  # as in ledgers from before there were other units
+        if self.unit is None:
             del fields["unit"]
         return fields
 

@@ -400,8 +400,8 @@ def _remarks(found: Sequence[Noted]) -> Iterator[str]:
     yield from remarks(total(noted.census for noted in found if noted.census is not None))
     if bare := sum(noted.kept() is None for noted in found):
         yield (
-            f"{bare} of {len(found)} shards were indexed on trust or by an earlier version, which counted no names of "
-            "members and fields, so configs are not compared with them; --rescan counts them"
+            f"{bare} of {len(found)} shards were indexed on trust, so names of members and fields were not counted, "
+            "and configs are not compared with them; --rescan counts them"
         )
 
 

@@ -72,8 +72,8 @@ class Census:
     @classmethod
     def of_facts(cls, facts: Any) -> Census:
         sets = Counter({tuple(map(str, suffixes)): int(count) for suffixes, count in facts["sets"]})
-        keys = Counter({str(key): int(count) for key, count in dict(facts.get("keys", {})).items()})
-        return cls(sets, int(facts["loose"]), keys, int(facts.get("opened", 0)))
+        keys = Counter({str(key): int(count) for key, count in dict(facts["keys"]).items()})
+        return cls(sets, int(facts["loose"]), keys, int(facts["opened"]))
 
 
 def total(parts: Iterable[Census]) -> Census:

@@ -17,11 +17,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from murmuration.accounting.forms import written_before
 from murmuration.data.index.exclusions import Exclusions
 from murmuration.data.store.index_files import index_file, read_json
 from murmuration.data.store.place import Place, Shard, ShardError, is_url
 
-FORMAT = 2
+FORMAT = 1
+BEFORE = 2  # counted on before forms began anew
 OFFSETS, MANIFEST, FOLDER = "offsets.npy", "manifest.json", "index"
 BESIDE = ".index"  # an index of single files is beside their folder, where it cannot be taken for a class
 SHARDS, FILES = "shards", "files"  # what an index is made of
@@ -92,7 +94,9 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     target = find(folder)
     try:
         head: dict[str, Any] = read_json(target / MANIFEST)
-        if (number := head["format"]) != FORMAT:
+        if (number := head["format"]) == BEFORE:
+            raise ShardError(written_before(f"{target}: the index", mend(folder)))
+        if number != FORMAT:
             named = number if isinstance(number, int) else "unknown"
             raise ShardError(f"{target}: index format {named}, {FORMAT} is needed; {mend(folder)}")
         shards = tuple(shard_of(entry) for entry in head.pop("shards"))

@@ -3,9 +3,9 @@
 A bare hash of private records confirms a guess: anyone who knows all records but one can hash the set with and without
 it and compare. So the digest that leaves the machine is HMAC-SHA256 under 32 random bytes, the salt, which is stored
 beside the index (0600) and is as private as the records. It belongs to the index, not to a run, so that a resume, other
-runs on the same records, and weights trained on them give the same digest. It is made with the index, or when the
-records of an older index are first used. It is never replaced, not even by indexing again in place, and a copy of the
-index folder includes it.
+runs on the same records, and weights trained on them give the same digest. It is made with the index, or when
+the records of an index without it are first used. It is never replaced, not even by indexing again in place, and a copy
+of the index folder includes it.
 
 If each run kept a salt beside its secret key instead, it would give the same records another digest, and weights
 trained on them would no longer be recognised. So private records whose salt can neither be read nor made are refused.
@@ -24,33 +24,32 @@ from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 
 
-def ledger_digests(index: RecordIndex, *, public: bool, keyed: bool = True) -> tuple[str, str]:
+def ledger_digests(index: RecordIndex, *, public: bool) -> tuple[str, str]:
     """Digests of the records and of the list of excluded ones (empty if none is excluded).
 
-    `public` is the user's declaration. Without `keyed` both are bare hashes, as in runs of version 0.1.0, so that these
-    can continue. Makes the salt if there is none yet; ShardError if that fails for private records.
+    `public` is the user's declaration. Makes the salt if there is none yet; ShardError if that fails for private
+    records.
     """
-    salt = _salt(index, public) if keyed else None
+    salt = _salt(index, public)
     if salt is None:
         return index.manifest_digest, index.excluded_digest
     excluded = _keyed(salt, "excluded", index.excluded_digest) if index.excluded_digest else ""
     return _keyed(salt, "records", index.manifest_digest), excluded
 
 
-def ledger_digest_of(index: RecordIndex, digest: str, *, public: bool, keyed: bool = True) -> str:
+def ledger_digest_of(index: RecordIndex, digest: str, *, public: bool) -> str:
     """The digest by which a ledger names the table of units of these records."""
-    salt = _salt(index, public) if keyed else None
+    salt = _salt(index, public)
     return digest if salt is None else _keyed(salt, "units", digest)
 
 
 def every_ledger_digest(index: RecordIndex) -> frozenset[str]:
-    """All digests by which a ledger may know these records, including those from before there were salts."""
-    bare = {index.manifest_digest}
-    if index.excluded_digest:  # version 0.1.0 gave the records without the excluded ones a separate digest
-        bare.add(hashlib.sha256(f"{index.manifest_digest} without {index.excluded_digest}".encode()).hexdigest())
+    """All digests by which a ledger may know these records: where they were public, and no salt could be made, the bare
+    one."""
+    bare = frozenset({index.manifest_digest})
     whole = _in_a_folder(index)
     salt = read_salt(whole.folder) if whole is not None else None
-    return frozenset(bare if salt is None else bare | {_keyed(salt, "records", index.manifest_digest)})
+    return bare if salt is None else bare | {_keyed(salt, "records", index.manifest_digest)}
 
 
 def _keyed(salt: bytes, what: str, digest: str) -> str:

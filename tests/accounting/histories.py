@@ -104,7 +104,7 @@ class Runs(RuleBasedStateMachine):
     def _start(self, run: Directory, loaded: Weights | None, config: str | None = None) -> None:
         run.journal = journal = Journal(Ledger.open(run.path / "ledger.jsonl"))
         if journal.ledger.length == 0:
-            journal.start_run("random", load(run.key).check_value(), False, {})
+            journal.start_run("random", load(run.key).check_value(), False, {}, "hmac-sha256", "signer")
         recognise(journal, run.path / "secret")
         if loaded is not None:
             try:

@@ -12,10 +12,11 @@ import pytest
 
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
 from murmuration.accounting.certificate.composition import composed, known_runs, total
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, reopen, train, whole_run
+from tests.support.acc_world import CONFIG, DATA, KEY, PLAN, begin, reopen, train, whole_run
 
 
 def logged(folder: Path, epsilon: float | None = PLAN.epsilon_budget, **more: Any) -> dict[str, Any]:
@@ -119,11 +120,11 @@ def test_no_composition_is_less_than_what_one_of_its_runs_claims(
     for found in (own, theirs):
         assert min(found["epsilon_together"], found["epsilon_sum"]) > claimed - 1e-4, "which is rounded up"
     document = compose(history, entries, {"siblings": [], "composition": own})
-    write(document, one)
+    write(signed(document, KEY), one)
     assert verify(one).claimed == claimed
     document["composition"] = own | {"events": []}
     document["composition"] |= total(own["runs"], [], PLAN.delta)
-    write(document, one)
+    write(signed(document, KEY), one)
     if own["events"] and own["runs"][0]["by"] == "ledger":
         with pytest.raises(CertificateError, match="leaves out steps of this run"):
             verify(one)

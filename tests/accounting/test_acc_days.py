@@ -9,26 +9,22 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.certificate.certificate import CertificateError, verify
-from murmuration.accounting.certificate.signature import public_key, signed
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.days import day, day_of
-from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from tests.support.acc_world import PLAN, begin, certified, rewritten, train
-
-KEY = RunKey(bytes(range(32)))
+from tests.support.acc_world import KEY, PLAN, SIGNER, begin, certified, rewritten, train
 
 
-def dated(folder: Path, started: str | None, dates: dict[str, str] | None, signer: bool = False) -> dict[str, Any]:
+def dated(folder: Path, started: str | None, dates: dict[str, str] | None) -> dict[str, Any]:
     journal = Journal(Ledger.open(folder / "ledger.jsonl"))
-    who = public_key(KEY) if signer else None
-    journal.start_run("dated", "check", False, {}, signer=who, started=started)
+    journal.start_run("dated", "check", False, {}, "hmac-sha256", SIGNER, started)
     journal.declare_plan(0, "private", PLAN, {})
     journal.begin_segment(0, "config", "data", 0, "first")
     train(journal, range(1, 3))
     journal.finish()
-    return certified(journal, {} if dates is None else {"dates": dates}, KEY if signer else None)
+    return certified(journal, {} if dates is None else {"dates": dates})
 
 
 def test_the_first_start_comes_from_the_ledger_and_pages_tell_both(tmp_path: Path) -> None:
@@ -39,7 +35,6 @@ def test_the_first_start_comes_from_the_ledger_and_pages_tell_both(tmp_path: Pat
         assert "first started on 2026-02-28, last started on 2026-03-01 (UTC)" in (tmp_path / name).read_text()
 
 
-@pytest.mark.parametrize("signer", [True, False])
 @pytest.mark.parametrize(
     "dates",
     [
@@ -53,10 +48,10 @@ def test_the_first_start_comes_from_the_ledger_and_pages_tell_both(tmp_path: Pat
     ],
     ids=str,
 )  # fmt: skip
-def test_days_that_the_ledger_contradicts_are_refused(tmp_path: Path, dates: Any, signer: bool) -> None:
+def test_days_that_the_ledger_contradicts_are_refused(tmp_path: Path, dates: Any) -> None:
     """Whoever holds the key may not state them either."""
-    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}, signer) | {"dates": dates}
-    (tmp_path / "certificate.json").write_text(json.dumps(signed(document, KEY) if signer else document))
+    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}) | {"dates": dates}
+    (tmp_path / "certificate.json").write_text(json.dumps(signed(document, KEY)))
     with pytest.raises(CertificateError, match="dates"):
         verify(tmp_path)
 
@@ -68,7 +63,7 @@ def test_a_clock_that_was_set_back_costs_no_certificate(tmp_path: Path) -> None:
 
 
 def test_a_signed_day_cannot_be_moved_even_where_the_ledger_says_nothing(tmp_path: Path) -> None:
-    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-03-01"}, signer=True)
+    document = dated(tmp_path, "2026-02-28", {"last_start": "2026-03-01"})
     document["dates"]["last_start"] = "2026-03-02"
     (tmp_path / "certificate.json").write_text(json.dumps(document))
     with pytest.raises(CertificateError, match="changed after it was signed"):
@@ -93,7 +88,7 @@ def test_a_day_cannot_be_added_to_a_run_that_recorded_none(tmp_path: Path) -> No
 def test_a_ledger_takes_calendar_days_alone(tmp_path: Path, text: str) -> None:
     journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
     with pytest.raises(LedgerError, match="malformed 'run' entry"):
-        journal.start_run("dated", "check", False, {}, started=text)
+        journal.start_run("dated", "check", False, {}, "hmac-sha256", SIGNER, text)
     journal.ledger.close()
     begin(tmp_path).ledger.close()
     rewritten(tmp_path, lambda line: line.update(started=text) if line["kind"] == "run" else None)

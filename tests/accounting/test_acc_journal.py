@@ -18,7 +18,19 @@ from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.accounting.strict_json import read
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, facts, reopen, rewritten, train, whole_run
+from tests.support.acc_world import (
+    CONFIG,
+    DATA,
+    PLAN,
+    SIGNER,
+    begin,
+    document_of,
+    facts,
+    reopen,
+    rewritten,
+    train,
+    whole_run,
+)
 
 MEASURED = replace(PLAN, metrics=(PlannedMetric("loss", 2.0, 80.0),))
 
@@ -170,7 +182,7 @@ def test_a_segment_begins_within_its_plan(tmp_path: Path, from_step: int) -> Non
 
 def test_a_plan_that_promises_something_else_is_not_read(tmp_path: Path) -> None:
     journal = reopen(tmp_path)
-    journal.start_run("tiny", "check", False, {})
+    journal.start_run("tiny", "check", False, {}, "hmac-sha256", SIGNER)
     for plan in (replace(PLAN, unit="one person"), replace(PLAN, adjacency="add or remove")):
         with pytest.raises(LedgerError, match="the plan promises something for"):
             journal.declare_plan(0, "private", plan, describe("pld"))
@@ -218,7 +230,7 @@ def test_one_word_that_data_are_not_public_or_protected_elsewhere_is_enough(
 
 def test_a_run_without_a_private_phase_makes_no_claim(tmp_path: Path) -> None:
     journal = reopen(tmp_path)
-    journal.start_run("tiny", "check", False, {})
+    journal.start_run("tiny", "check", False, {}, "hmac-sha256", SIGNER)
     journal.declare_nonprivate(0, "warm", True, "web")
     assert journal.history.why_not_private() == "NOT PRIVATE: no phase of this run was private"
 

@@ -332,18 +332,6 @@ def test_chains_of_a_debug_seed_repeat_and_all_others_never_do() -> None:
 # Forms of the file
 
 
-def test_a_file_of_version_0_1_is_read_and_takes_the_new_form_with_its_first_chain(tmp_path: Path) -> None:
-    """The old secret lasts: its segments, its signature and its check value hang on it."""
-    for name, content, debug in (("bare", bytes(32), False), ("seeded", b"debug:" + bytes(32), True)):
-        path = tmp_path / name
-        path.write_bytes(content)
-        path.chmod(0o600)
-        assert load(path) == RunKey(bytes(32), debug) and secrets_in(path) == [bytes(32)]
-        link = enter(path, "a segment", 1, 0, begun=False)
-        assert load(path) == RunKey(bytes(32), debug, link)
-        assert load(path).check_value() == RunKey(bytes(32)).check_value()
-
-
 @pytest.mark.parametrize(
     "damage", [lambda t: t[:-20], lambda t: t.replace(b'"step": 3', b'"step": 2'), lambda t: b"{}" + b" " * 50]
 )
@@ -355,7 +343,7 @@ def test_a_damaged_file_is_told_from_a_whole_one(path: Path, damage) -> None:
 
 
 def test_a_file_of_a_newer_form_is_refused(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"murmuration-key/2", b"murmuration-key/3"))
+    path.write_bytes(path.read_bytes().replace(b"murmuration-key/1", b"murmuration-key/3"))
     with pytest.raises(KeyFileError, match="format 'murmuration-key/3'; read it with a newer version"):
         load(path)
 

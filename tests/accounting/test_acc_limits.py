@@ -16,7 +16,6 @@ import yaml
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import (
-    EARLIER_FORMAT,
     CertificateError,
     html_page,
     html_sections,
@@ -26,7 +25,6 @@ from murmuration.accounting.certificate.certificate import (
 from murmuration.accounting.certificate.limits import BUDGET, DELTAS, GROUPS, SPENT, claimed_events
 from murmuration.accounting.certificate.pages import model_card
 from murmuration.accounting.certificate.registry import registry_entry
-from murmuration.accounting.certificate.statement import EARLIER_DEVIATIONS, UNKEYED_DIGESTS
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import Event, epsilon, gaussian_epsilon
@@ -74,7 +72,7 @@ def test_the_demo_promises_what_its_losses_prove(finished: tuple[Path, dict]) ->
     assert document["claim"]["epsilon"] < limits["replacement"]["epsilon"] < limits["groups"][0]["epsilon"]
     assert [each["delta"] for each in limits["other_deltas"]] == list(DELTAS)
     verdict = verify(folder)
-    assert verdict.certified == document["claim"]["epsilon"] and verdict.earlier_form is None
+    assert verdict.certified == document["claim"]["epsilon"]
 
 
 @pytest.mark.parametrize(
@@ -202,29 +200,6 @@ def test_late_plans_leave_the_point_at_their_own_delta(tmp_path: Path) -> None:
     assert document["limits"]["events"] is None and document["limits"]["delta"] == 2 * PLAN.delta
     certificate.write(document, tmp_path)
     verify(tmp_path)
-
-
-def earlier(document: dict) -> dict:
-    old = {key: value for key, value in document.items() if key not in ("limits", "assumption", "versions")}
-    return {**old, "format": EARLIER_FORMAT, "known_deviations": [*EARLIER_DEVIATIONS, UNKEYED_DIGESTS]}
-
-
-def test_the_earlier_form_still_verifies_and_the_verdict_says_what_it_cannot_promise(
-    finished: tuple[Path, dict], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    folder, document = finished
-    (tmp_path / "ledger.jsonl").write_bytes((folder / "ledger.jsonl").read_bytes())
-    certificate.write(earlier(document), tmp_path)
-    verdict = verify(tmp_path)
-    assert verdict.claimed == document["claim"]["epsilon_claimed"]
-    assert verdict.earlier_form is not None and "k times" in verdict.earlier_form
-    assert main(["verify", str(tmp_path)]) == 0
-    assert "cannot promise" in capsys.readouterr().out
-    worse = earlier(document)
-    worse["claim"] = {**worse["claim"], "epsilon_claimed": 1.0}
-    (tmp_path / "certificate.json").write_text(json.dumps(worse))
-    with pytest.raises(CertificateError):
-        verify(tmp_path)
 
 
 def test_false_sentences_are_gone(finished: tuple[Path, dict]) -> None:

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from murmuration.accounting.certificate.amended import amended
 from murmuration.accounting.certificate.attached import lists_tensors_of
-from murmuration.accounting.certificate.certificate import CertificateError, compose, markdown, verify, write
-from murmuration.accounting.certificate.composition import Known, composed
+from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
 from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.certificate.weights import (
     WeightsFileError,
@@ -25,16 +23,16 @@ from murmuration.accounting.certificate.weights import (
     write_lists,
 )
 from murmuration.accounting.cli.main import main
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.heads import NAME, append
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.strict_json import parse
-from tests.support.acc_world import PLAN, begin, certified, reopen, rewritten, train, whole_run
+from murmuration.train.storage.certify import earlier_certificate
+from murmuration.train.storage.run_dir import RunDir
+from tests.support.acc_world import KEY, PLAN, begin, reopen, rewritten, train
 
-KEY = RunKey(bytes(range(32)))
 TENSORS = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.ones(3, dtype=np.float32)}
 
 
@@ -242,139 +240,20 @@ def test_hashes_are_those_of_any_container(tmp_path: Path) -> None:
             digests_of_safetensors(tmp_path / "x.safetensors")
 
 
-def test_an_older_run_without_a_signature_says_so(tmp_path: Path) -> None:
-    journal = whole_run(tmp_path)
-    assert "signer" not in journal.ledger.entries[0].fields, "its bytes are those of version 0.1"
-    certified(journal)
-    found = verify(tmp_path).attached
-    assert found is not None and found.signed_by is None
-    assert any("did not sign" in sentence for sentence in found.unchecked)
-
-
-# What is declared after a run has signed and lost its key: charged, told, and bound to what was signed.
-
-
 THREE = Declared("three rates", Tuning(3, fixed=True))
-DRAWN = Declared("a drawn number of rates", Tuning(3))
 
 
-def read(folder: Path) -> dict[str, Any]:
-    document: dict[str, Any] = parse((folder / "certificate.json").read_bytes())
-    return document
-
-
-@pytest.fixture
-def beside_another(tmp_path: Path) -> Path:
-    """Signed, with another run on the same records that claims 3."""
+def test_a_certificate_no_longer_covers_a_run_of_which_more_was_declared(tmp_path: Path) -> None:
     run(tmp_path)
-    history, entries = History.read(tmp_path / "ledger.jsonl")
-    document = compose(history, entries, {"siblings": [], "about": {"owner": "the clinic"}})
-    other = Known("other", "other-id", True, 3.0, PLAN.delta)
-    document["composition"] = composed(history, entries, document["claim"]["epsilon_claimed"], [other])
-    write(signed(document, KEY), tmp_path)
-    return tmp_path
-
-
-def declare(folder: Path, declared: Declared) -> dict[str, Any]:
-    journal = reopen(folder)
-    journal.declare_tuning(declared)
-    write(amended(read(folder), journal.history, journal.ledger.entries), folder)
-    journal.ledger.close()
-    return read(folder)
-
-
-def test_later_tuning_is_charged_and_the_signed_words_stay(beside_another: Path) -> None:
-    before = read(beside_another)
-    document = declare(beside_another, THREE)
-    three = epsilon([Event(1.0, PLAN.noise_multiplier, 3 * PLAN.steps)], PLAN.delta)
-    verdict = verify(beside_another)
-    assert verdict.claimed is not None and three <= verdict.claimed < three + 0.01
-    assert document["amends"] == before and document["about"] == before["about"]
-    assert document["composition"]["events"] == [{"rate": 1.0, "sigma": PLAN.noise_multiplier, "count": 3 * PLAN.steps}]
-    assert document["composition"]["epsilon_together"] == three + 3.0
-    assert verdict.attached is not None
-    assert any("amends one that is signed" in sentence for sentence in verdict.attached.checked)
-    assert any("nobody could sign it" in sentence for sentence in verdict.attached.unchecked)
-    assert "amended: the run had signed" in markdown(document)
-
-
-def test_a_second_declaration_amends_the_signed_one(beside_another: Path) -> None:
-    """One (ε, δ) is known of a drawn number of runs, and no steps that it follows from."""
-    before = read(beside_another)
-    declare(beside_another, THREE)
-    document = declare(beside_another, DRAWN)
-    assert document["amends"] == before and len(document["tuned_on_private_data"]) == 2
-    assert [each["by"] for each in document["composition"]["runs"]] == ["claim", "claim"]
-    assert document["composition"]["events"] == []
-    verdict = verify(beside_another)
-    assert verdict.claimed is not None and verdict.claimed > before["claim"]["epsilon_claimed"]
-
-
-def of_fewer_steps(document: dict[str, Any]) -> None:
-    document["composition"]["events"] = document["amends"]["composition"]["events"]
-
-
-def of_a_cheaper_run(document: dict[str, Any]) -> None:
-    document["composition"]["runs"][1]["epsilon"] = 0.1
-
-
-def without_the_other_runs(document: dict[str, Any]) -> None:
-    del document["composition"]
-
-
-@pytest.mark.parametrize(
-    ("forge", "fault"),
-    [
-        (lambda document: document["about"].update(owner="somebody"), "differs in about from"),
-        (lambda document: document.update(hashes={"checkpoint_manifest_sha256": "0"}), "differs in hashes from"),
-        (lambda document: document["known_deviations"].append("and a promise"), "differs in known_deviations from"),
-        (lambda document: document.pop("amends"), "carries no signature"),
-        (lambda document: document["claim"].update(epsilon_of_the_auditor=0.01), "claim contains words that nobody"),
-        (lambda document: document["ledger"].update(note="unsigned"), "ledger contains words that nobody"),
-        (lambda document: document["limits"]["groups"][0].update(reason="ε = 0.01"), "limits contains words that"),
-        (lambda document: document["amends"]["claim"].update(epsilon=0.1), "was changed after it was signed"),
-        (lambda document: document["amends"]["about"].update(owner="") or document["about"].update(owner=""),
-         "was changed after it was signed"),
-        (of_fewer_steps, "adds up different runs or steps"),
-        (of_a_cheaper_run, "adds up different runs or steps"),
-        (without_the_other_runs, "adds up different runs or steps"),
-        (lambda document: document["composition"].update(note="ε = 0.01"), "adds up different runs or steps"),
-        (lambda document: document["composition"].update(delta=1e-30), "adds up different runs or steps"),
-        (lambda document: document.update(signature=document["amends"]["signature"]), "carries a signature"),
-    ],
-)  # fmt: skip
-def test_an_amendment_changes_nothing_else(
-    beside_another: Path, forge: Callable[[dict[str, Any]], Any], fault: str
-) -> None:
-    document = declare(beside_another, THREE)
-    forge(document)
-    (beside_another / "certificate.json").write_text(json.dumps(document))
-    with pytest.raises(CertificateError, match=fault):
-        verify(beside_another)
-
-
-def test_the_signed_one_alone_no_longer_covers_the_run(beside_another: Path) -> None:
-    document = declare(beside_another, THREE)
-    (beside_another / "certificate.json").write_text(json.dumps(document["amends"]))
-    with pytest.raises(CertificateError, match="no longer covers the run"):
-        verify(beside_another)
-
-
-def test_no_steps_can_be_slipped_in_by_an_amendment(tmp_path: Path) -> None:
-    """A certificate that was signed in the middle, as a forger with an early copy of one would need it."""
-    run(tmp_path, steps=20)
-    lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "ledger.jsonl").write_bytes(b"".join(lines[:-1]))  # without its end
-    history, entries = History.read(tmp_path / "ledger.jsonl")
-    early = signed(compose(history, entries, {"siblings": []}), KEY)
+    certify(tmp_path)
+    verify(tmp_path)
     journal = reopen(tmp_path)
-    train(journal, range(21, 41))
     journal.declare_tuning(THREE)
-    journal.finish()
-    write(amended(early, journal.history, journal.ledger.entries), tmp_path)
-    journal.ledger.close()
-    with pytest.raises(CertificateError, match="amends one after which the run continued"):
+    with pytest.raises(CertificateError, match="no longer covers the run"):
         verify(tmp_path)
+    with pytest.raises(LedgerError, match=r"chosen was declared after it was signed, and the key .* is destroyed"):
+        earlier_certificate(RunDir(tmp_path), journal.history, journal.ledger.entries)
+    journal.ledger.close()
 
 
 # `account.py retire`: the key of a run that will not go on is destroyed, and what it spent is certified.

@@ -102,7 +102,7 @@ class Twice:
 
 def toy_journal(folder: Path, plan: PrivacyPlan) -> Journal:
     journal = Journal(Ledger.open(folder / "ledger.jsonl"))
-    journal.start_run("toy audit", "-", False, {})
+    journal.start_run("toy audit", "-", False, {}, "hmac-sha256", "signer")
     journal.declare_plan(0, "private", plan, describe("pld"))
     journal.begin_segment(0, "config", "data", 0, "first")
     return journal

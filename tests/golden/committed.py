@@ -36,7 +36,8 @@ def helps(folder: Path) -> Items:
 def configs(folder: Path) -> Items:
     from tests.golden import inner  # here, as below: torch counts its threads when it is imported, so after warm_up
 
-    return {str(path.relative_to(ROOT)): as_json(inner.config_digests(path)) for path in RECIPES}
+    found = {str(path.relative_to(ROOT)): as_json(inner.config_digests(path)) for path in RECIPES}
+    return found | {"defaults": as_json(inner.defaults())}
 
 
 def twins(folder: Path) -> Items:

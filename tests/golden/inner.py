@@ -5,8 +5,9 @@ Whoever moves or renames these changes the imports here, and nothing else of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from murmuration.accounting.keys import RunKey, StepPurpose
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.train.config.load import load
+from murmuration.train.config.root import OF_NO_RELEASE, Config
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 
@@ -24,6 +26,26 @@ def config_digests(recipe: Path) -> dict[str, str]:
     """Each phase's, as the ledger holds them; contents of files, which are not at hand, count as the word `golden`."""
     config = load(recipe, [])
     return {phase.name: config.digest(number, {"data": "golden"}) for number, phase in enumerate(config.phases)}
+
+
+def defaults(section: Any = Config, out: Mapping[str, Any] = OF_NO_RELEASE, place: str = "") -> dict[str, Any]:
+    """Those of all keys that shape a release. A config's digest leaves a key at its default out, so another default
+    would change what a run does under the same digest."""
+    found: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        without = out.get(name, {})
+        if without is True:
+            continue
+        if not field.is_required():
+            value = field.get_default(call_default_factory=True)
+            found[f"{place}{name}"] = value.model_dump(exclude_defaults=True) if hasattr(value, "model_dump") else value
+        waiting = [field.annotation]
+        while waiting:
+            kind = waiting.pop()
+            if isinstance(kind, type) and hasattr(kind, "model_fields"):
+                found |= defaults(kind, without.get("__all__", without), f"{place}{name}.{kind.__name__}.")
+            waiting += reversed(get_args(kind))
+    return found
 
 
 def derived_keys(seed: int) -> dict[str, str]:

@@ -1,17 +1,13 @@
-"""Golden values and runs of earlier versions: what must stay as it was, whatever is moved, renamed or merged."""
+"""Golden values: what must stay as it was, whatever is moved, renamed or merged."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from tests.golden import old_runs
 from tests.golden.freeze import Golden, differences
 
 HERE = Path(__file__).parent
@@ -54,58 +50,3 @@ def test_golden_values_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "golden.json").write_text((tmp_path / "golden.json").read_text().replace('"a": "', '"a": "0'))
     with pytest.raises(SystemExit, match="does not hold the texts"):
         Golden.read(tmp_path)
-
-
-def test_a_finished_run_of_an_earlier_version_verifies(tmp_path: Path) -> None:
-    run_dir = old_runs.unpack(tmp_path) / old_runs.FINISHED
-    done = command("launch/account.py", "verify", str(run_dir), "--json")
-    assert done.returncode == 0, done.stderr
-    verdict = json.loads(done.stdout)
-    steps = sum(old_runs.STEPS.values())
-    assert (verdict["opened"], verdict["committed"], verdict["objection"]) == (steps, steps, None)
-
-
-@pytest.mark.slow
-def test_a_stopped_run_of_an_earlier_version_goes_on_with_its_own_keys_to_the_same_end(tmp_path: Path) -> None:
-    """One process where there were two; draws and charges are still those of the run that the old version finished."""
-    root = old_runs.unpack(tmp_path)
-    stopped, finished = root / old_runs.STOPPED, root / old_runs.FINISHED
-    before = (stopped / "ledger.jsonl").read_bytes()
-    old_runs.at_home(stopped)
-    settings = ("--config", old_runs.CONFIG, "--set", f"run.dir={old_runs.STOPPED}", "--resume", "must")
-    refused = command("launch/train.py", *settings, folder=root)
-    assert refused.returncode == 2 and "evaluation: records to evaluate on are used without noise" in refused.stderr
-    settings += ("--set", "phases.2.evaluation.public=true")  # the word, which earlier versions did not ask for
-    done = command("launch/train.py", *settings, folder=root)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (stopped / "ledger.jsonl").read_bytes().startswith(before)
-    for kind in ("plan", "segment", "open", "commit"):
-        assert told(stopped, kind) == told(finished, kind), kind
-    assert len(told(stopped, "open")) == sum(old_runs.STEPS.values())
-    expected, got = weights(finished), weights(stopped)
-    assert expected.keys() == got.keys()
-    for name, values in expected.items():  # on another processor, by other numbers of ranks, sums round otherwise
-        np.testing.assert_allclose(got[name], values, rtol=0, atol=2e-4, err_msg=name)
-    assert command("launch/account.py", "verify", str(stopped)).returncode == 0
-
-
-def told(run_dir: Path, kind: str) -> list[dict[str, object]]:
-    """Lines of a kind without their place in the ledger, which a stop moves."""
-    place = ("index", "previous", "hash")
-    return [
-        {name: value for name, value in line.items() if name not in place}
-        for line in old_runs.lines(run_dir)
-        if line["kind"] == kind
-    ]
-
-
-def weights(run_dir: Path) -> dict[str, np.ndarray]:
-    """The last checkpoint's weights, put together from the fragments that ranks share."""
-    folder = run_dir / "checkpoints" / json.loads((run_dir / "checkpoints" / "latest").read_text())["folder"]
-    found: dict[str, dict[int, np.ndarray]] = {}
-    for piece in folder.glob("piece-*"):
-        for key, values in load_file(piece).items():
-            kind, name, start = key.split("|")
-            if kind in ("weights", "fixed"):
-                found.setdefault(name, {})[int(start)] = values
-    return {name: np.concatenate([part[start] for start in sorted(part)]) for name, part in found.items()}

@@ -23,6 +23,8 @@ PLAN = PrivacyPlan(
     records=100, threshold=2**32, clip_norm=1.0, noise_multiplier=20.0, steps=40, delta=1e-3, epsilon_budget=2.0
 )
 CONFIG, DATA = "config-1", "data-1"
+KEY = RunKey(bytes(range(32)))
+SIGNER = public_key(KEY)
 
 
 def facts(step: int, plan: PrivacyPlan = PLAN, keyed: str = "", **changes: float) -> StepFacts:
@@ -40,11 +42,11 @@ def reopen(folder: Path) -> Journal:
     return Journal(Ledger.open(folder / "ledger.jsonl"))
 
 
-def begin(folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False, key: RunKey | None = None) -> Journal:
-    """Before its first step; with `key` a run that signs."""
+def begin(folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False, key: RunKey = KEY) -> Journal:
+    """Before its first step."""
     journal = reopen(folder)
-    check, signer = ("check", None) if key is None else (key.check_value(), public_key(key))
-    journal.start_run("tiny", check, debug, {"dp-accounting": "0.6.0"}, signer=signer)
+    versions = {"dp-accounting": "0.6.0"}
+    journal.start_run("tiny", key.check_value(), debug, versions, "hmac-sha256", public_key(key))
     journal.declare_plan(0, "private", plan, describe("pld"))
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
     return journal
@@ -56,7 +58,7 @@ def train(journal: Journal, steps: range, plan: PrivacyPlan = PLAN, phase: int =
         journal.commit_step(phase, step, facts(step, plan))
 
 
-def whole_run(folder: Path, steps: int = 3, plan: PrivacyPlan = PLAN, key: RunKey | None = None) -> Journal:
+def whole_run(folder: Path, steps: int = 3, plan: PrivacyPlan = PLAN, key: RunKey = KEY) -> Journal:
     """Trained to the end of a plan of so many steps, with one checkpoint, finished."""
     plan = replace(plan, steps=steps)
     journal = begin(folder, plan, key=key)
@@ -67,14 +69,13 @@ def whole_run(folder: Path, steps: int = 3, plan: PrivacyPlan = PLAN, key: RunKe
 
 
 def document_of(journal: Journal, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a certificate of it says now."""
-    return certificate.compose(journal.history, journal.ledger.entries, extra or {})
+    """What a certificate of it says now, signed."""
+    return signed(certificate.compose(journal.history, journal.ledger.entries, extra or {}), KEY)
 
 
-def certified(journal: Journal, extra: dict[str, Any] | None = None, key: RunKey | None = None) -> dict[str, Any]:
+def certified(journal: Journal, extra: dict[str, Any] | None = None, key: RunKey = KEY) -> dict[str, Any]:
     """The same beside the ledger, signed by `key`; the ledger is closed."""
-    document = document_of(journal, extra)
-    document = document if key is None else signed(document, key)
+    document = signed(document_of(journal, extra), key)
     certificate.write(document, journal.ledger.path.parent)
     journal.ledger.close()
     return document

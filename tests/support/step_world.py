@@ -49,7 +49,7 @@ def read(ids: np.ndarray, ranks: Any, micro_batch: int = 8) -> Iterator[MicroBat
 def journal_at(path: Path, plan: PrivacyPlan, begin: bool = True) -> Journal:
     journal = Journal(Ledger.open(path / "ledger.jsonl"))
     if begin:
-        journal.start_run("toy", "check", False, {})
+        journal.start_run("toy", "check", False, {}, "hmac-sha256", "signer")
         journal.declare_plan(0, "private", plan, {"accountant": "pld"})
         journal.begin_segment(0, "config", "data", 0, "first", salt="salt")
     return journal

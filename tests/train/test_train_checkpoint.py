@@ -255,7 +255,7 @@ PLAN = PrivacyPlan(
 
 def test_a_kept_best_makes_the_claim_the_planned_budget(tmp_path: Path) -> None:
     journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("tiny", "check", False, {})
+    journal.start_run("tiny", "check", False, {}, "hmac-sha256", "signer")
     journal.declare_plan(0, "private", replace(PLAN), describe("pld"))
     assert journal.history.why_budget_is_claimed() is None
     journal.declare_choice("public_loss")

@@ -58,36 +58,40 @@ def test_the_digest_holds_contents_in_the_place_of_paths(loaded: Callable[..., C
     assert len(digests) == 4 and config.digest(0, CONTENTS) not in digests
 
 
-def test_a_run_from_before_there_were_drops_and_weights_goes_on(loaded: Callable[..., Config]) -> None:
-    """Its digest knows of neither, and so must ours while there are none."""
-    mixing, deep = {"data": {"path": "x", "public": True}, "batch": 4}, put("model.depth", 2)
-    zero = loaded(put("model.dropout", 0.0), put("model.drop_path", 0))
-    assert zero.digest(1, CONTENTS) == loaded().digest(1, CONTENTS)
-    rates = [loaded(deep, put("model.drop_path", rate)).digest(1, CONTENTS) for rate in (0, 0.1, 0.2)]
-    assert len(set(rates)) == 3 and rates[0] == loaded(deep).digest(1, CONTENTS)
-    mixed, kept = loaded(put("phases.1.mixing", mixing)), list[str]()
-    begun = []
-    for more in ({}, {"take_head": False}):
-        start = {"source": "checkpoint", "path": "x", "public": True} | more
-        begun.append(
-            loaded(
-                lambda raw, start=start: raw["phases"].insert(
-                    0, {"name": "start", "objective": "caption", "data": start}
-                )
-            )
-        )
-    assert begun[0].digest(0, CONTENTS) != begun[1].digest(0, CONTENTS)
+def test_a_key_at_its_default_is_not_part_of_the_identity(loaded: Callable[..., Config]) -> None:
+    """So a key that a later version adds changes no digest until it is used."""
+    zero = loaded(
+        put("model.dropout", 0.0), put("run.noise", "aes"), put("phases.1.optimizer.params.betas", [0.9, 0.999])
+    )
+    assert zero == loaded() and zero.digest(1, CONTENTS) == loaded().digest(1, CONTENTS)
+    kept = list[str]()
     real = json.dumps
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json, "dumps", lambda value, **options: kept.append(real(value, **options)) or kept[-1])
         zero.digest(1, CONTENTS)
-        mixed.digest(1, CONTENTS)
-        begun[0].digest(0, CONTENTS)
-    new = ("drop", '"weight"', "take_head", "gradient_norm", "pixels", "resize", 'crop"', '"views"')
-    assert all("mask_ratio" in text and not any(name in text for name in new) for text in kept)
-    assert '"batch": 4' in kept[1]
-    weighted = put("phases.1.mixing", {**mixing, "data": {**mixing["data"], "weight": "score"}})
-    assert loaded(weighted).digest(1, CONTENTS) != mixed.digest(1, CONTENTS)
+    assert "mask_ratio" in kept[0] and not any(name in kept[0] for name in ("drop", "betas", '"noise"', '"views"'))
+
+
+def test_sections_tell_data_features_and_starts_apart(loaded: Callable[..., Config]) -> None:
+    def start(raw: dict[str, Any], **more: Any) -> None:
+        data = {"source": "checkpoint", "path": "x", "public": True} | more
+        raw["phases"].insert(0, {"name": "start", "objective": "caption", "data": data})
+
+    begun = [loaded(lambda raw, more=more: start(raw, **more)) for more in ({}, {"take_head": False})]
+    assert begun[0].digest(0, CONTENTS) != begun[1].digest(0, CONTENTS)
+    mixing = {"data": {"path": "x", "public": True}, "batch": 4}
+    mixed = loaded(put("phases.1.mixing", mixing))
+    weighted = loaded(put("phases.1.mixing", {**mixing, "data": {**mixing["data"], "weight": "score"}}))
+    made = loaded(put("phases.1.mixing", {**mixing, "data": {"source": "synthetic", "kind": "shapes"}}))
+    assert len({each.digest(1, CONTENTS) for each in (loaded(), mixed, weighted, made)}) == 4
+
+
+def test_an_evaluation_decides_something_only_where_a_phase_may_end_by_it(loaded: Callable[..., Config]) -> None:
+    plateau, fewer = put("phases.1.plateau", {}), put("phases.1.evaluation.records", 5)
+    assert loaded(fewer).digest(1, CONTENTS) == loaded().digest(1, CONTENTS)
+    assert loaded(plateau, fewer).digest(1, CONTENTS) != loaded(plateau).digest(1, CONTENTS)
+    moved = loaded(plateau, put("phases.1.evaluation.path", "moved"))
+    assert moved.digest(1, CONTENTS) == loaded(plateau).digest(1, CONTENTS) != loaded().digest(1, CONTENTS)
 
 
 # `--set` and where paths lead, the non-private twin, the schema and the shipped configs.

@@ -41,7 +41,7 @@ def run(
     (root / EXPORTED).write_bytes(root.name.encode())
     (root / "export.json").write_text(json.dumps({"objective": "mae", "shapes": {}}))
     journal = Journal(Ledger.open(root / "ledger.jsonl"))
-    journal.start_run(root.name, "check", debug, {})
+    journal.start_run(root.name, "check", debug, {}, "hmac-sha256", "signer")
     for start in before:
         for origin in start.origins:
             assert journal.declare_origin(origin) and not journal.declare_origin(origin)
@@ -189,7 +189,7 @@ def test_weights_of_public_records_alone_are_a_public_start(tmp_path: Path) -> N
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / EXPORTED).touch()
     journal = Journal(Ledger.open(tmp_path / "p" / "ledger.jsonl"))
-    journal.start_run("p", "check", False, {})
+    journal.start_run("p", "check", False, {}, "hmac-sha256", "signer")
     journal.declare_nonprivate(0, "warm", True, "open")
     journal.ledger.close()
     start = WarmStart.at(tmp_path / "p")

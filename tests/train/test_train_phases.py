@@ -155,7 +155,7 @@ def test_weights_carry_what_their_run_protected_and_why_it_was_not_private(
     tmp_path: Path, named: str, debug: bool, public: bool, why: str | None
 ) -> None:
     journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("earlier", "check", debug, {})
+    journal.start_run("earlier", "check", debug, {}, "hmac-sha256", "signer")
     journal.declare_nonprivate(0, "warm", public, "open records")
     journal.declare_plan(1, "private", plan_for(), {"accountant": "pld"})
     journal.begin_segment(1, "config", "protected records", 0, "first")

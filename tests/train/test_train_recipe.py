@@ -105,7 +105,7 @@ def trained_before(folder: Path, manifest_digest: str, debug: bool = False) -> C
     """Weights of an earlier run that protected those records, and a phase that starts from them."""
     folder.mkdir()
     journal = Journal(Ledger.open(folder / "ledger.jsonl"))
-    journal.start_run("earlier", "check", debug, {})
+    journal.start_run("earlier", "check", debug, {}, "hmac-sha256", "signer")
     journal.declare_plan(0, "before", plan_for(), {"accountant": "pld"})
     journal.begin_segment(0, "config", manifest_digest, 0, "first")
     journal.ledger.close()

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import compose, verify
 from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.train.noise.aes import AESNoise
-from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Position, pointer_text
 from murmuration.train.storage.open_run import OpenRun
 from murmuration.train.storage.run_dir import RunDir
-from tests.support.acc_world import begin, facts, train
+from tests.support.acc_world import SIGNER, train
 from tests.support.step_world import journal_at, step_of
 from tests.support.train_helpers import alone, plan_for
 
@@ -159,7 +155,7 @@ def test_steps_are_not_made_again_behind_a_public_phase_that_was_gone_through_ag
 
     run, (_, engine) = started(), step_of(alone(), None, plan)
     journal = run.writer
-    journal.start_run("toy", "check", True, {})
+    journal.start_run("toy", "check", True, {}, "hmac-sha256", SIGNER)
     journal.declare_plan(1, "private", plan, {"accountant": "pld"})
     for phase, number in ((0, 2), (1, 0)):
         if phase == 1:
@@ -212,30 +208,3 @@ def test_a_damaged_pointer_before_the_first_checkpoint_is_dropped(tmp_path: Path
     run.folder.mkdir()
     (run.folder / "latest").write_text("{")
     assert run.resume() == (None, None) and run.names() == []
-
-
-@pytest.mark.parametrize(
-    ("generator", "goes_on"), [("chacha20", True), ("philox4x64-10", False), ("philox4x32-10", False)]
-)
-def test_a_segment_whose_noise_is_drawn_no_more_verifies_and_is_not_continued(
-    tmp_path: Path, generator: str, goes_on: bool
-) -> None:
-    """Version 0.1 drew by Philox."""
-    journal = begin(tmp_path)
-    for step in (1, 2):
-        honest = facts(step)
-        drawn = replace(honest, noise=replace(honest.noise, generator=generator))
-        journal.open_step(0, step, drawn)
-        journal.commit_step(0, step, drawn)
-    certificate.write(compose(journal.history, journal.ledger.entries, {}), tmp_path)
-    assert verify(tmp_path).committed == 2
-    checkpoints = Checkpoints(tmp_path / "checkpoints", alone(), Keep())
-    run = OpenRun("run", RunDir(tmp_path), alone(), journal, None, checkpoints, None)
-    segment = journal.history.segments_of(0)[-1]
-    if goes_on:
-        run.require_generator(segment, ChaChaNoise.generator)
-    else:
-        with pytest.raises(LedgerError, match=rf"drew their noise by {generator}, .* set run.noise to 'aes'"):
-            run.require_generator(segment, ChaChaNoise.generator)
-    run.require_generator(journal.begin_segment(0, "other", "data", 2, "why"), AESNoise.generator)
-    journal.ledger.close()

@@ -317,7 +317,7 @@ def test_a_file_ends_the_phases_that_it_names_on_all_ranks_and_for_good(tmp_path
 def test_a_private_phase_that_ended_early_claims_its_planned_budget(tmp_path: Path) -> None:
     plan = plan_for(steps=6)
     journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("toy", "check", False, {})
+    journal.start_run("toy", "check", False, {}, "hmac-sha256", "signer")
     journal.declare_plan(0, "private", plan, {"accountant": "pld"})
     journal.begin_segment(0, "config", "data", 0, "first", salt="salt")
     step, _ = step_of(alone(), journal, plan)

@@ -166,7 +166,7 @@ def audited(folder: Path, around: Any = lambda clip: clip) -> tuple[Evidence, Cl
     plan, included, model = toy_plan(CANARIES, 1.0, STEPS, CLAIM), toss(CANARIES), OneHot()
     coordinates = Coordinates(("weight",), np.array([0, CANARIES]), np.arange(CANARIES))
     journal = Journal(Ledger.open(folder / "ledger.jsonl"))
-    journal.start_run("toy audit", "-", False, {})
+    journal.start_run("toy audit", "-", False, {}, "hmac-sha256", "signer")
     journal.declare_plan(0, "private", plan, describe("pld"))
     journal.begin_segment(0, "config", "data", 0, "first")
     inner, clip, _ = private_engine(alone(), plan, False, model, MICRO_BATCH, around_clip=around)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.audit_evidence import (
     ACCUSED,
@@ -224,7 +225,8 @@ class _Audit:
     def _begin(self, purpose: str, plan: PrivacyPlan) -> None:
         """On the main rank: begins a separate ledger, as every run has one."""
         journal = Journal(Ledger.open(self.folder / f"{purpose}.jsonl"))
-        journal.start_run(f"{purpose} of phase {self.phase.name}", self.key.check_value(), self.key.debug, {}, KEYED)
+        key, name = self.key, f"{purpose} of phase {self.phase.name}"
+        journal.start_run(name, key.check_value(), key.debug, {}, KEYED, public_key(key))
         journal.declare_plan(self.phase.number, self.phase.name, plan, describe("pld"))
         self._begin_segment(journal, Segment(purpose))
         self._journals[purpose] = journal

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Derive, RunKey
@@ -448,7 +449,7 @@ def _run(
     run_dir = RunDir(folder)
     run_dir.prepare()
     journal = Journal(Ledger.open(run_dir.ledger))
-    journal.start_run("replay", key.check_value(), key.debug, {}, KEYED)
+    journal.start_run("replay", key.check_value(), key.debug, {}, KEYED, public_key(key))
     journal.declare_plan(phase.number, phase.name, plan, describe("pld"))
     checkpoints = Checkpoints(run_dir.checkpoints, ranks, Keep())
     checkpoints.times = PublicTimes(START)

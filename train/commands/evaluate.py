@@ -69,7 +69,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
                       "where nothing beside the weights says how their pixels were normalised")  # fmt: skip
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--config", type=Path, help="the JSON of the training, which earlier versions' runs and exports need"
+        "--config", type=Path, help="the JSON of the training, where weights do not describe their model"
     )
     model.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of it")
     model.add_argument("--best", action="store_true", help="a run's best checkpoint by run.keep_best, not its last one")

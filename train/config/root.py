@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from murmuration.model.settings import ModelSettings
-from murmuration.train.config.data import CheckpointData, Data
+from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
@@ -137,8 +138,7 @@ class Run(Keeping):
     keep_key: bool = Field(
         default=False,
         description="Keeps the secret file, in its final state, after the final certificate is written: it can sign "
-        "another certificate, and contains no key of a step whose weights were released (except in segments that "
-        "version 0.1 began).",
+        "another certificate, and contains no key of a step whose weights were released.",
     )
     tuned_on_private_data: Tuning | None = Field(
         default=None, description="Declares that settings were chosen from outputs of private runs on these records."
@@ -166,12 +166,32 @@ MicroBatchRows = Annotated[
 ]
 
 
-def _unset_of(data: Data, *names: str) -> dict[str, bool]:
-    """What a section of data leaves unset, of these settings and of those about units, none of which always existed."""
-    unset = [name for name in names if getattr(data, name, None) is None]
-    if getattr(data, "unit", None) is None:
-        unset += ["unit", "rows_per_unit", "unit_reduce"]
-    return dict.fromkeys([*unset, "expected_units"], True)
+_READ = {
+    "path": True, "tokenizer": True, "classes": True, "exclude_classes": True, "reading": True,
+    "expected_records": True, "expected_units": True,
+}  # fmt: skip
+OF_NO_RELEASE: Mapping[str, Any] = {
+    "schema_path": True, "about": True, "steps_per_print": True, "wall_clock_breakdown": True,
+    "zero_optimization": True,
+    "model": {"pixels": True},  # what it comes to, with the weights that the run starts from, is among the contents
+    "phases": {
+        "__all__": {
+            "data": _READ,
+            "mixing": {"data": _READ},
+            "features": {"folder": True},
+            "privacy": {"scaling": {"path": True}},
+            "evaluation": {"path": True, "public": True, "real": True, "zero_shot": {"class_names": True}},
+            "monitor": True,
+        }
+    },
+    "run": dict.fromkeys((
+        "engine", "shard_over", "cuda_graph", "compile", "dir", "registry", "witness", "log_every", "private_curves",
+        "keep_key", "tuned_on_private_data", "debug_seed", "checkpoint_every", "checkpoint_lag", "keep_checkpoints",
+        "keep_every", "keep_best", "stall_seconds", "stop_after_minutes",
+    ), True),
+}  # fmt: skip
+"""Keys that shape nothing of what a phase releases, in pydantic's form: how it is computed and kept, and paths, for
+which digests of their contents stand."""
 
 
 class Config(Section):
@@ -356,61 +376,18 @@ class Config(Section):
     def digest(self, phase: int, contents: dict[str, str]) -> str:
         """Identity of everything that shapes what a phase releases; replay is allowed only while it is unchanged.
 
-        `contents` has digests in place of paths. World size, engine and ZeRO settings do not shape a release.
+        `contents` has digests in place of paths. Keys at their defaults are left out, so that a new key changes no
+        digest until it is used; what the defaults are is pinned in tests/golden.
         """
-        places = {"path": True, "tokenizer": True, "reading": True, "classes": True, "exclude_classes": True}
-        out = {"data": places, "mixing": {"data": places}, "features": {"folder"}}
-        # Evaluation decides nothing, unless the phase may end by its loss.
-        watches = self.phases[phase].plateau is not None
-        evaluation = self.phases[phase].evaluation
-        watched: dict[str, Any] = {"path": True, "public": True, "real": True, "zero_shot": {"class_names": True}}
-        if evaluation is not None and evaluation.view == "center":
-            # Unset in a run that began before there was a choice, so they are left out as below.
-            watched |= {"resize": True, "crop": True}
-        out["evaluation"] = watched if watches else True
-        out["monitor"] = True
-        out |= _unset(self.phases[phase])
-        data = self.phases[phase].data
-        out["data"] = places | _unset_of(data, "weight", "take_head")
-        if not self.phases[phase].multi_label:
-            out["data"] |= {"multi_label": True}
-        if (mixing := self.phases[phase].mixing) is not None:
-            out["mixing"] = {"data": places | {"multi_label": True} | _unset_of(mixing.data, "weight")}
-        own = self.phases[phase].model_dump(exclude=out)
-        without = {name for name in ("drop_path", "dropout") if not getattr(self.model, name)}
-        # Of earlier versions, that had only encoders of ours; and a folder's path says nothing beside its config.
-        without |= {name for name in ("name", "model_args") if getattr(self.model, name) is None}
-        without |= {"name"} if self.model.family == "hf" else set()
-        without.add("pixels")  # what it comes to, with the weights that the run starts from, is among the contents
-        identity: dict[str, Any] = {
-            "model": self.model.model_dump(exclude=without),
-            "phase": own,
-            "clip_engine": self.run.clip_engine,
-            "clip_memory": self.run.clip_memory,
-            "precision": self.run.precision,
-            "noise": self.run.noise,
-            "micro_batch": self.micro_batch,
-            "contents": contents,
-        }
+        identity = self.model_dump(exclude_defaults=True, exclude=dict(OF_NO_RELEASE))
+        own = identity.pop("phases")[phase]
+        if self.phases[phase].plateau is None:  # measured only: it decides nothing unless it may end the phase
+            own.pop("evaluation", None)
+        if self.model.family == "hf":  # a folder's path says nothing beside its config, which is in `model_args`
+            identity["model"].pop("name")
+        identity.setdefault("run", {})  # left out, too, where nothing in it is set
+        identity |= {"phase": own, "train_micro_batch_size_per_gpu": self.micro_batch, "contents": contents}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def _unset(phase: Phase) -> dict[str, Any]:
-    """Settings that a run from before they existed does not have: unset, they are left out of a phase's identity, so
-    that such a run can continue."""
-    out: dict[str, Any] = {}
-    out["optimizer"] = {}
-    if phase.optimizer.params.gradient_norm is None:
-        out["optimizer"] |= {"params": {"gradient_norm"}}
-    if (privacy := phase.privacy) is not None:
-        out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
-        out["privacy"] |= {"views": True} if privacy.views == 1 else {}
-        out["privacy"] |= {"sampling": True} if privacy.sampling == "poisson" else {}
-        out["privacy"] |= {"noise": True} if privacy.noise is None else {}
-        out["privacy"] |= {"loss_probes": True} if privacy.loss_probes is None else {}
-    if phase.head is None:
-        out["head"] = True
-    return out
 
 
 def json_schema() -> dict[str, Any]:

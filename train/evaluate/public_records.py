@@ -108,13 +108,13 @@ def digest_for_all(index: RecordIndex) -> str:
     """For a result that is published. Keyed for the public part of private records, whose digest covers all of them."""
     if isinstance(index, Selection):
         return index.digest_with(digest_for_all(index.whole))
-    return ledger_digests(index, public=True, keyed=isinstance(index, SplitIndex))[0]
+    return ledger_digests(index, public=True)[0] if isinstance(index, SplitIndex) else index.manifest_digest
 
 
 def excluded_for_all(index: RecordIndex) -> str:
     """The digest of the list of excluded records, under the same rule; empty if none is excluded."""
     whole = index.whole if isinstance(index, Selection) else index
-    return ledger_digests(whole, public=True, keyed=isinstance(whole, SplitIndex))[1]
+    return ledger_digests(whole, public=True)[1] if isinstance(whole, SplitIndex) else whole.excluded_digest
 
 
 def _scratch(place: RecordsPlace, scratch: Path, make: bool) -> FolderIndex:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from murmuration.accounting.forms import FIRST
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.public_records import RecordsPlace
 
@@ -58,10 +59,10 @@ class Subject:
 
 
 def undescribed(path: Path) -> EvaluationError:
-    """For runs and exports of earlier versions."""
+    """For runs of a program's own model."""
     return EvaluationError(
-        f"{path} was written by an earlier version, and weights do not show their model's numbers of heads; pass "
-        "--config, the JSON that the run was trained with"
+        f"{path} does not describe its model (a program of its own trained it, or a version before {FIRST}), and "
+        "weights do not show their model's numbers of heads; pass --config, a JSON with its model section"
     )
 
 

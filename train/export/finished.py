@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from murmuration.accounting.forms import FIRST
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.model.build import Model, build
 from murmuration.model.foreign_config import Preprocessing
@@ -40,8 +41,8 @@ class Finished:
         note = ModelNote.inside(loaded.manifest, root)
         if note is None:
             raise ExportError(
-                f"{root} was written by an earlier version, whose checkpoints do not describe their model; export it "
-                "as safetensors"
+                f"{root} does not describe its model (a program of its own trained it, or a version before {FIRST}); "
+                "export it as safetensors"
             )
         try:
             model = build(note.settings, loaded.manifest["objective"])

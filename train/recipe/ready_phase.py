@@ -140,27 +140,24 @@ class ReadyPhase:
         """How often a record is seen in a step."""
         return 1 if self.settings.privacy is None else self.settings.privacy.views
 
-    def contents(self, keyed: bool = True) -> dict[str, str]:
-        """Digests of everything that a path in the config names and that shapes the training; `keyed` as in
-        `ledger_digests`. Called on the main rank, which may have to make a salt."""
-        found = _identity("data", self.index, self.settings.data.public, keyed)
+    def contents(self) -> dict[str, str]:
+        """Digests of everything that a path in the config names and that shapes the training. Called on the main rank,
+        which may have to make a salt."""
+        found = _identity("data", self.index, self.settings.data.public)
         if self.units is not None:
-            public = self.settings.data.public
-            found["units"] = ledger_digest_of(self.index, self.units.digest, public=public, keyed=keyed)
+            found["units"] = ledger_digest_of(self.index, self.units.digest, public=self.settings.data.public)
         if self.label_list is not None:
             found["classes"] = self.label_list.digest
         found |= self.left_out
         if self.text is not None:
             found["tokenizer"] = self.text.digest
         if self.mixed is not None:
-            found |= _identity("mixed", self.mixed, True, keyed)
+            found |= _identity("mixed", self.mixed, True)
         if self.start is not None:
             found["start"] = self.start.digest
         if self.settings.plateau is not None and self.held_out is not None:
-            found |= _identity("held_out", self.held_out, True, keyed)
-        if self.pixels != pixels.IMAGENET:  # a run that began before there was a choice can continue
-            found["pixels"] = pixels.in_words(self.pixels)
-        return found
+            found |= _identity("held_out", self.held_out, True)
+        return found | {"pixels": pixels.in_words(self.pixels)}
 
     @property
     def measured(self) -> HeldOut | None:
@@ -207,9 +204,9 @@ class ReadyPhase:
         return spec if evaluation is None else replace(spec, augment=evaluation.view)
 
 
-def _identity(name: str, index: RecordIndex, public: bool, keyed: bool) -> dict[str, str]:
+def _identity(name: str, index: RecordIndex, public: bool) -> dict[str, str]:
     """Digests of the records and of the list of excluded ones: which records take part shapes what is released."""
-    records, excluded = ledger_digests(index, public=public, keyed=keyed)
+    records, excluded = ledger_digests(index, public=public)
     return {name: records, **({f"{name}_excluded": excluded} if excluded else {})}
 
 

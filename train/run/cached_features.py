@@ -30,7 +30,7 @@ from murmuration.train.engines.base import bytes_of, evaluating
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.context import RunContext
 from murmuration.train.step import until_unreadable
-from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter, older_files, settled
+from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter, settled
 
 ENDING = (OSError, RecipeError)
 """Errors that end all ranks with one sentence: a full disk, a folder that another run is filling."""
@@ -102,11 +102,6 @@ def _announce(run: RunContext, phase: ReadyPhase, folder: FeatureFolder, missing
     run.board.say(
         f"{phase.name}  features of {folder.records:,} records in {folder.path} ({whose}); {missing:,} to be computed"
     )
-    if run.ranks.main and (names := older_files(folder.path.parent)):
-        run.board.say(
-            f"{phase.name}  {', '.join(names)} in {folder.path.parent} are of an older version and are not used; "
-            "delete them if no older version needs them"
-        )
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ class RunContext(OpenRun):
     stop: StopRequest
 
     def contents(self, phase: ReadyPhase) -> dict[str, str]:
-        """On the main rank: digests of the phase's contents, keyed or not as the ledger began."""
-        return phase.contents(self.writer.history.keyed)
+        """On the main rank: digests of the phase's contents."""
+        return phase.contents()
 
     def say(self, text: str) -> None:
         self.board.say(text)

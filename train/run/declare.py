@@ -93,9 +93,8 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
         "monitor": phase.monitored,
         "mixing": phase.mixed,
     }
-    keyed = run.writer.history.keyed  # the public part of private records has a digest of all of them, too
     found: dict[PublicUse, str] = {
-        use: ledger_digests(index, public=True, keyed=keyed)[0] for use, index in records.items() if index is not None
+        use: ledger_digests(index, public=True)[0] for use, index in records.items() if index is not None
     }
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:

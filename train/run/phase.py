@@ -223,7 +223,6 @@ def _prove(
     run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment, forward: PrivateForward
 ) -> float:  # fmt: skip
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
-    run.ranks.on_main(lambda: run.require_generator(segment, core.generator))
     synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
     ranks_per_copy = EngineSettings.of(run.config).ranks_per_copy
     report = core.prove(synthetic, ranks_per_copy, run.config.micro_batch)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.certificate import html_sections
 from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.durable import atomic
@@ -73,7 +72,7 @@ def facts(certificate: dict[str, Any]) -> list[tuple[str, str]]:
         "on": certificate.get("machine"),
         "first start": dates.get("first_start"),
         "last start": dates.get("last_start"),
-        "versions": ", ".join(f"{name} {version}" for name, version in (certificate.get("versions") or {}).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in certificate["versions"].items()),
     }
     for phase in certificate["phases"]:
         if plan := phase.get("plan"):
@@ -144,7 +143,7 @@ DEVIATIONS = [
     WATCHED,
     SECRET_FOLDER,
 ]
-# Ledgers name the unit in the words of images, so that those of all versions can be compared.
+# Ledgers name the unit in the words of images.
 TEXTS = (
     "The records of this run are texts without images: its unit is one record's text, whatever of it the model reads, "
     "where the claim says an image."
@@ -160,9 +159,6 @@ def write_certificate(
     document = earlier_certificate(run_dir, journal.history, journal.ledger.entries)
     if document is None:
         document = _composed(config, phases, run_dir, journal, latest, board.times.day)
-    elif AMENDS in document and document["claim"]["private"]:
-        for log in _logs(config, phases):
-            log.claim(journal.history.run_id, document["claim"]["epsilon_claimed"])
     certificate.write(document, run_dir.root)
     write_report(run_dir, config, document, shown)
     told = certificate.markdown(document)
@@ -177,7 +173,7 @@ def _composed(
     config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded, day: str
 ) -> dict[str, Any]:
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
-    contents = {phase.name: phase.contents(journal.history.keyed) for phase in phases}
+    contents = {phase.name: phase.contents() for phase in phases}
     mixed = {name: found["mixed"] for name, found in contents.items() if "mixed" in found}
     logs = _logs(config, phases)
     siblings = _siblings(logs, journal)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from murmuration.accounting.certificate.amended import DECLARED, amended, uncovered
-from murmuration.accounting.certificate.amended import KEY as AMENDS
 from murmuration.accounting.certificate.signature import fault_of, signed
+from murmuration.accounting.certificate.statement import uncovered
 from murmuration.accounting.certificate.weights import list_digest, write_lists
 from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
@@ -17,23 +16,29 @@ from murmuration.train.storage.run_dir import RunDir
 
 
 def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerEntry]) -> dict[str, Any] | None:
-    """The certificate of a finished run whose key is destroyed: nobody can sign another one, so it is amended by what
-    was declared since, which weakens its claim. None where a new one can be written."""
-    signer, path = history.run["signer"], run_dir.root / "certificate.json"
-    if signer is None or run_dir.key.exists():
+    """The certificate of a finished run whose key is destroyed: nobody can sign another one. None where a new one can
+    be written."""
+    path = run_dir.root / "certificate.json"
+    if run_dir.key.exists():
         return None
     try:
         document: dict[str, Any] = parse(path.read_bytes())
-        fault = fault_of(document.get(AMENDS, document), signer)
+        fault = fault_of(document, history.run["signer"])
     except (OSError, ValueError, KeyError, TypeError):
         document, fault = {}, "cannot be read"
     if fault is not None:
         raise LedgerError(f"{path} {fault}, and the key that could sign another one is destroyed; restore the file")
-    return amended(document, history, entries) if uncovered(entries, document, DECLARED) else document
+    if uncovered(entries, document):
+        raise LedgerError(
+            f"{path} no longer covers the run, since how the run or a checkpoint was chosen was declared after it was "
+            "signed, and the key that could sign another one is destroyed; declare that before a run ends, or set "
+            "run.keep_key"
+        )
+    return document
 
 
 def completed(run_dir: RunDir, history: History, document: dict[str, Any], kept: list[Loaded]) -> dict[str, Any]:
-    """The certificate with the digests of the weights that may be exported, signed if the run has a signer."""
+    """The certificate with the digests of the weights that may be exported, signed."""
     lists = {loaded.position.folder: loaded.tensor_digests() for loaded in kept}
     write_lists(lists, run_dir.root)
     document["weights"] = [
@@ -46,4 +51,4 @@ def completed(run_dir: RunDir, history: History, document: dict[str, Any], kept:
         }
         for loaded in kept
     ]
-    return document if history.run["signer"] is None else signed(document, load(run_dir.key))
+    return signed(document, load(run_dir.key))

@@ -23,9 +23,7 @@ from murmuration.train.config.section import RecipeError
 
 ABSENT, PRESENT, BAD = 0, 1, 2
 HEADER, LOCK = "features.json", "features.lock"
-FORMAT = 2
-OLDER = ("features.json", "features.npy", "labels.npy", "state.npy")
-"""Files of format 1, which lay in the folder itself."""
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -176,13 +174,7 @@ def settled(state: np.ndarray) -> np.ndarray:
     return (state == PRESENT) | (state == BAD)
 
 
-def older_files(shared: Path) -> list[str]:
-    return [name for name in OLDER if (shared / name).is_file()]
-
-
 def _known_beside(path: Path) -> bool:
-    if path.name in OLDER or path.name.startswith(f".{HEADER}."):
-        return True
     return bool(re.fullmatch("[0-9a-f]{16}", path.name)) and path.is_dir()
 
 

@@ -42,7 +42,7 @@ class ModelNote:
 
     @staticmethod
     def inside(told: Mapping[str, Any], folder: Path) -> ModelNote | None:
-        """The note in a manifest or in `export.json`; None in one that was written before there were notes."""
+        """The note in a manifest or in `export.json`; None where a program of its own was the trainer."""
         if MODEL not in told:
             return None
         try:

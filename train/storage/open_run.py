@@ -57,7 +57,7 @@ class OpenRun:
     new_segment: str | None
     """The user's declared reason for a new segment (--new-segment)."""
     chain: key_chain.KeyChain | None = field(default=None, init=False, repr=False)
-    """The keys of the private steps that are being made; None in a segment without a key chain."""
+    """The keys of the private steps that are being made; None in a phase without noise."""
     _together: int = field(default=1, init=False, repr=False)
     """How many steps use each other's keys."""
     _continues: int | None = field(default=None, init=False, repr=False)
@@ -83,7 +83,7 @@ class OpenRun:
         if self.chain is not None:
             self.chain.close()
         self.chain = None
-        if segment is not None and segment.keys is not None:
+        if segment is not None:
             self._together = self.ranks.on_main(lambda: self._together_in(phase))
             link = self.ranks.on_main(lambda: self._enter(segment, done))
             self.chain = key_chain.KeyChain(link, guard=keep_from_swap, together=self._together)
@@ -190,8 +190,6 @@ class OpenRun:
     def _keys_gone(self, segment: Segment, done: int) -> str | None:
         """Why the segment's keys cannot be used although nothing in the ledger speaks against them; None if they can.
         Other keys would draw other numbers under the same name."""
-        if segment.keys is None:
-            return None
         key = load(self.folder.key)
         before = self._needs_after(segment, done)
         fault = key_chain.why_unusable(key, segment.chain_name, before, self._opened_in(segment))
@@ -201,20 +199,6 @@ class OpenRun:
                 "--new-segment 'why' (all opened steps stay charged)"
             )
         return fault
-
-    def require_generator(self, segment: Segment, generator: str) -> None:
-        """On the main rank: all steps of a segment must draw their noise by the same generator, whichever version makes
-        them."""
-        steps = self.writer.history.opened.items()
-        used = {
-            facts.noise.generator for at, facts in steps if (at.phase, at.segment) == (segment.phase, segment.number)
-        }
-        if used - {generator}:
-            raise LedgerError(
-                f"the steps before drew their noise by {min(used - {generator})}, which this version no longer draws; "
-                "continue with the version that began the run, or set run.noise to 'aes' and declare that with "
-                "--new-segment 'why'"
-            )
 
     def _opened_behind(self, phase: int, done: int) -> bool:
         newest = len(self.writer.history.segments_of(phase)) - 1
@@ -311,9 +295,8 @@ def _require_as_new(journal: Journal, known: Head, new_segment: str | None) -> N
 
 
 def derive_key(key: RunKey, phase: int, segment: Segment | None, purpose: Purpose) -> bytes:
-    """A key outside the chain. Before there were chains, public records used their phase's key for masks; without a
-    chain, they still do."""
-    if purpose == "public-masks" and (segment is None or segment.keys is None):
+    """A key outside the chain. In a phase without noise, public records are masked by the key of the phase's own."""
+    if purpose == "public-masks" and segment is None:
         purpose = "masks"
     derived = key.derive(purpose, phase, segment.key_name if segment else PUBLIC_SEGMENT)
     keep_from_swap(derived)

@@ -74,7 +74,7 @@ class Provenance:
             told = parse(text.encode())
             if not isinstance(told, dict) or set(told) - {"without_noise"} != {"origins", "undeclared"}:
                 raise ValueError("its keys are not origins and undeclared")
-            public = told.get("without_noise", [])  # of earlier versions' exports it is not known
+            public = told.get("without_noise", [])
             if not isinstance(public, list) or len(public) > MOST_DIGESTS or not all(map(_is_digest, public)):
                 raise ValueError(f"without_noise is not a list of at most {MOST_DIGESTS:,} digests")
             if not isinstance(told["undeclared"], str | None) or not isinstance(told["origins"], list):

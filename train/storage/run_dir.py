@@ -81,10 +81,8 @@ class RunDir:
             folder.chmod(0o700)
 
     def has_private_curves(self) -> bool:
-        """Whether there are curves of an earlier start, or of an earlier version, which always kept them."""
-        return any(self.private_board.iterdir()) or any(
-            log.exists() for log in (self.private_log, self.root / "logs" / "private.jsonl")
-        )
+        """Whether there are curves of an earlier start."""
+        return any(self.private_board.iterdir()) or self.private_log.exists()
 
     def run_key(self, fresh: bool, debug_seed: int | None) -> RunKey:
         """A new key for a new ledger, the stored one for an old ledger; a leftover key is never reused."""

@@ -237,7 +237,7 @@ class RunLog:
 
 
 def _unit_of(line: dict[str, Any]) -> str:
-    """What a line of the log is about, in words; those of earlier versions are all about records."""
+    """What a line of the log is about, in words."""
     return str(line.get("unit", RECORD))
 
 
