@@ -7,6 +7,7 @@ object stores these numbers; the parts that act on them receive a plan and repor
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -43,6 +44,75 @@ def threshold_for(records: int, expected_batch: float, parts: int = 1) -> int:
             f"most {math.floor(records / expected_batch)} bands"
         )
     return min(RATE_DENOMINATOR, max(1, round(rate * RATE_DENOMINATOR)))
+
+
+# What goes together and what does not, for config, library and planner alike.
+
+MECHANISMS = {
+    "bands": "correlated noise (privacy.noise)",
+    "allocation": "random allocation (privacy.sampling)",
+    "exact": "exact noise (run.noise)",
+    "tan": "a TAN simulation (privacy.tan)",
+    "adaptive": "an adaptive C (privacy.clip.adaptive)",
+    "automatic": "automatic clipping (privacy.clip.kind)",
+    "groups": "clipping by groups (privacy.clip.groups)",
+    "held_out": "a released accuracy (privacy.release)",
+    "metrics": "released metrics (privacy.release, privacy.loss_probes)",
+    "views": "several views of a record (privacy.views)",
+    "units": "units of several records (data.unit)",
+    "statistics": "a head that is solved from sums (trainable 'statistics')",
+    "noise_floor": "optimizer.params.noise_floor",
+    "mixing": "mixing",
+    "monitor": "monitor",
+    "until_budget": "until_budget",
+    "features": "features that are kept",
+    "keep_key": "run.keep_key",
+}
+"""Every option that some other one excludes, in the words of refusals."""
+_INDEPENDENT = "the latter needs the same independent noise at all steps"
+_ONE_STEP = "the former is one step over all records, before which there is no model"
+APART = {
+    ("bands", "exact"): "exact noise is whole numbers, and weighted sums of them are not",
+    ("bands", "tan"): "the latter scales the independent noise of steps",
+    ("bands", "noise_floor"): _INDEPENDENT,
+    ("bands", "monitor"): _INDEPENDENT,
+    ("bands", "keep_key"): "the secret file contains the keys of the last block's steps, whose weights were released",
+    ("allocation", "bands"): "the former is proved for independent noise",
+    ("allocation", "tan"): "the latter is proved for Poisson samples",
+    ("allocation", "monitor"): "the latter's advice is for Poisson samples",
+    ("allocation", "until_budget"): "records are allocated to a fixed number of steps; give steps or epochs",
+    ("allocation", "keep_key"): "the secret file may contain the key that tells in which step of the last epoch each "
+    "record took part",
+    ("tan", "metrics"): "the former scales the noise of gradients alone",
+    ("tan", "adaptive"): "the former scales the noise of gradients alone",
+    ("tan", "until_budget"): "the former stands for a run with a number of steps of its own; give `steps`",
+    ("adaptive", "automatic"): "the former moves the one C of flat clipping",
+    ("adaptive", "groups"): "the former moves one C for all parameters",
+    ("adaptive", "noise_floor"): "the latter subtracts a constant noise, and with the former it changes with C",
+    ("adaptive", "held_out"): "the latter is measured with a fixed C",
+    ("mixing", "noise_floor"): "the former weakens the noise that the latter subtracts",
+    ("units", "held_out"): "the latter measures single records",
+    ("units", "features"): "the latter are of single records",
+    ("statistics", "units"): "the former adds up single records",
+    ("statistics", "views"): "the former adds up what each record is seen as once",
+    ("statistics", "bands"): _ONE_STEP,
+    ("statistics", "allocation"): _ONE_STEP,
+    ("statistics", "metrics"): _ONE_STEP,
+    ("statistics", "tan"): _ONE_STEP,
+    ("statistics", "mixing"): "the former's sums are no model's gradients",
+    ("statistics", "monitor"): "the former's sums are no model's gradients",
+    ("features", "views"): "the former are one row for each record",
+    ("features", "mixing"): "the latter are pictures",
+    ("features", "monitor"): "the latter measures the whole model",
+}
+"""Pairs that exclude each other, and why."""
+
+
+def require_together(chosen: Collection[str]) -> None:
+    """Refuses mechanisms that do not go together."""
+    for (one, other), why in APART.items():
+        if one in chosen and other in chosen:
+            raise PlanError(f"{MECHANISMS[one]} and {MECHANISMS[other]} do not go together: {why}; drop one of them")
 
 
 MOST_SLOTS = 2**20
@@ -164,6 +234,7 @@ class PrivacyPlan:
         for name, kind in _PARTS.items():
             if isinstance(value := getattr(self, name), dict):
                 object.__setattr__(self, name, kind(**value))
+        require_together(self.mechanisms)
         self._require_sound_holdout()
         counted = [m.bound for m in self.metrics if m.name == METRIC]
         if counted != ([SENSITIVITY] if self.adaptive else []):
@@ -179,8 +250,7 @@ class PrivacyPlan:
         if self.records < 1 or self.steps < 1:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
         self._require_small()
-        self._require_plain_if_banded()
-        self._require_plain_if_allocated()
+        self._require_turns()
 
     def _require_small(self) -> None:
         if self.views < 1:
@@ -195,24 +265,12 @@ class PrivacyPlan:
         asked = [m.bound for m in self.metrics if m.name == ACCURACY]
         if asked != ([] if self.held_out is None else [1.0]):
             raise PlanError(f"held-out records and the metric {ACCURACY!r} of bound 1 need each other")
-        if self.held_out is not None and not (0 < self.held_out <= 0.5 and self.adaptive is None):
-            raise PlanError(f"at most half of the records can be held out, with a fixed C: {self.held_out}")
-        if self.held_out is not None and self.units is not None:
-            raise PlanError("held_out measures single records, which a plan for units of several does not; drop one")
+        if self.held_out is not None and not 0 < self.held_out <= 0.5:
+            raise PlanError(f"at most half of the records can be held out, not {self.held_out}")
 
-    def _require_plain_if_banded(self) -> None:
-        if self.banded is None:
-            return
-        if self.grid_growth:
-            raise PlanError(
-                "exact noise is whole numbers, and weighted sums of them are not; use other noise, or no bands"
-            )
-        if self.stands_for is not None:
-            raise PlanError("tan scales the independent noise of steps; leave banded noise out of the simulation")
+    def _require_turns(self) -> None:
         if self.bands > min(self.records, self.steps):
             raise PlanError(f"{self.bands} bands need as many records and steps, not {self.records} and {self.steps}")
-
-    def _require_plain_if_allocated(self) -> None:
         if self.slots == 1:
             return
         if not 1 < self.slots <= min(self.steps, MOST_SLOTS):
@@ -222,8 +280,22 @@ class PrivacyPlan:
             )
         if self.threshold != threshold_of(self.slots):
             raise PlanError(f"the threshold {self.threshold} is not that of an allocation to {self.slots} steps")
-        if self.banded is not None or self.stands_for is not None:
-            raise PlanError("random allocation is proved for the independent noise of one run; leave bands and tan out")
+
+    @property
+    def mechanisms(self) -> frozenset[str]:
+        """Those of `MECHANISMS` that a plan knows of."""
+        chosen = {
+            "bands": self.banded is not None,
+            "allocation": self.slots != 1,
+            "exact": self.grid_growth > 0,
+            "tan": self.stands_for is not None,
+            "adaptive": self.adaptive is not None,
+            "held_out": self.held_out is not None,
+            "metrics": bool(self.metrics),
+            "units": self.units is not None,
+            "views": self.views > 1,
+        }
+        return frozenset(name for name, there in chosen.items() if there)
 
     @property
     def bands(self) -> int:

@@ -19,11 +19,6 @@ LEAST_SIGMA = 0.1
 
 def stand_in(plan: PrivacyPlan, scale: float) -> PrivacyPlan:
     """The plan of the cheap run. Its budget is what it will have spent at its last step."""
-    if plan.metrics or plan.adaptive or plan.banded or plan.slots > 1:
-        raise PlanError(
-            "tan scales the independent noise of Poisson-sampled gradients alone; leave released metrics, adaptive "
-            "clipping, banded noise and random allocation out"
-        )
     sigma, batch = plan.noise_multiplier / scale, plan.divisor / scale
     if sigma < LEAST_SIGMA:
         most = math.floor(plan.noise_multiplier / LEAST_SIGMA * 100) / 100

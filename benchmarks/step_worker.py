@@ -34,12 +34,12 @@ from murmuration.train.clip.rule import ClipRule  # noqa: E402
 from murmuration.train.commands.exits import leave  # noqa: E402
 from murmuration.train.config.optimizer import Optimizer  # noqa: E402
 from murmuration.train.config.root import ZeroOptimization  # noqa: E402
+from murmuration.train.core import Computation, clipping_engine  # noqa: E402
 from murmuration.train.distributed.ranks import Ranks  # noqa: E402
 from murmuration.train.distributed.shards import Fragment  # noqa: E402
 from murmuration.train.engines.choose import EngineSettings, start_ranks  # noqa: E402
 from murmuration.train.noise.aes import AESNoise  # noqa: E402
 from murmuration.train.noise.update import NoisyUpdate  # noqa: E402
-from murmuration.train.private import Computation, clipping_engine  # noqa: E402
 
 RECORDS_ON_DISK, RECORDS_TO_DRAW = 512, 233_804_767
 UPDATES, MICRO_BATCH = 3, 16

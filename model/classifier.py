@@ -55,6 +55,11 @@ class Classifier(nn.Module, ABC):
     def logits(self, images: Tensor) -> Tensor:
         return self.head(self.features(images))
 
+    def right(self, inputs: Inputs) -> Tensor:
+        """Which rows' labels it predicts, [B]."""
+        logits = self.head(inputs["features"]) if "features" in inputs else self.logits(inputs["images"])
+        return logits.argmax(1) == inputs["labels"]
+
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-image losses [B]."""
         features = inputs["features"] if "features" in inputs else self.features(inputs["images"])

@@ -1,28 +1,53 @@
 """Murmuration: differentially private training of vision foundation models.
 
 In a checkout this folder holds links to the folders beside it, so that they are imported under one name, installed or
-not.
+not. What a program needs is here: docs/library.md is its page.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule, Schedule
+    from murmuration.train.config.privacy import (
+        AdaptiveClip,
+        BandedNoise,
+        Clip,
+        ClipGroup,
+        LossProbes,
+        Privacy,
+        ReleasedMetric,
+    )
+    from murmuration.train.config.root import ZeroOptimization
+    from murmuration.train.core import Computation
     from murmuration.train.evaluate.load import load
-    from murmuration.train.private import PrivateTraining
+    from murmuration.train.library import PrivateTraining, Settings, Units
+    from murmuration.train.start import Public
 
-__all__ = ["PrivateTraining", "load"]
+_HOMES = {
+    "train.library": ("PrivateTraining", "Settings", "Units"),
+    "train.start": ("Public",),
+    "train.config.privacy": (
+        "AdaptiveClip", "BandedNoise", "Clip", "ClipGroup", "LossProbes", "Privacy", "ReleasedMetric",
+    ),
+    "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule"),
+    "train.config.root": ("ZeroOptimization",),
+    "train.core": ("Computation",),
+    "train.evaluate.load": ("load",),
+}  # fmt: skip
+
+__all__ = [
+    "AdaptiveClip", "BandedNoise", "Clip", "ClipGroup", "Computation", "LossProbes", "Optimizer", "OptimizerParams",
+    "ParameterRule", "Privacy", "PrivateTraining", "Public", "ReleasedMetric", "Schedule", "Settings", "Units",
+    "ZeroOptimization", "load",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Imported when asked for: PyTorch takes seconds, and the accountant needs none of it."""
-    if name == "PrivateTraining":
-        from murmuration.train.private import PrivateTraining
-
-        return PrivateTraining
-    if name == "load":
-        from murmuration.train.evaluate.load import load
-
-        return load
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"murmuration.{home}"), name)
     raise AttributeError(f"module 'murmuration' has no attribute {name!r}")

@@ -177,7 +177,7 @@ def deviations_of(history: History) -> list[str]:
         )
     found += [line.deviation(history.phase_names[line.phase]) for line in (*history.public_uses, *history.stores)]
     found += [line.deviation() for line in history.earlier]
-    if any(line.use == "weights" for line in history.public_uses):
+    if any(line.use in ("weights", "unknown-weights") for line in history.public_uses):
         found.append(FOREIGN_WEIGHTS)
     found += [CURVES] if history.private_curves else []
     return found + [origin.deviation(unit_in_words(history.unit)) for origin in history.origins]

@@ -122,7 +122,7 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "unknown-weights"]
 
 RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
 """Those of these uses that are of records; their digests are the records'."""
@@ -140,6 +140,11 @@ class PublicLine:
 
     def deviation(self, name: str) -> str:
         """The sentence that a certificate must contain about it."""
+        if self.use == "unknown-weights":
+            return (
+                f"FOREIGN WEIGHTS: phase {name!r} began with weights (digest {self.digest[:16]}) of which neither a "
+                "ledger nor anybody's word says what they were made from."
+            )
         return f"{PUBLIC_USES[self.use]} phase {name!r} (digest {self.digest[:16]}) {PUBLIC_WORD}"
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.errors import RunError
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 
@@ -30,37 +31,43 @@ class FunctionReader:
 
     A record for which it raises anything, or returns something else than `like` has (names, shapes, types that can be
     converted), is absent; n does not change. That a record ended a run would tell of it, and every start would draw it
-    again. It may return up to `rows` rows for a record, whose losses are averaged.
+    again. It may return up to `rows.views` rows for a record, whose losses are averaged. With `rows.units`, the numbers
+    that were drawn are those of units, of which at most `rows.records` records are read in a step.
     """
 
     in_flight = 1
 
-    def __init__(self, read: Read, like: Mapping[str, Tensor], rows: int = 1) -> None:
-        self._read, self._rows = read, rows
+    def __init__(self, read: Read, like: Mapping[str, Tensor], rows: SlotRows | None = None) -> None:
+        self._read, self._slots = read, rows or SlotRows()
         self._empty = {name: torch.zeros_like(tensor[:1]) for name, tensor in like.items()}
         self._lock = threading.Lock()
         self.bad_reasons: dict[int, str] = {}
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
-        del step
-        present = torch.zeros(len(ids_row), dtype=torch.bool)
-        count = len(ids_row) * self._rows
+        views, rows = self._slots.views, self._slots.count
+        wanted = self._slots.records_of(ids_row, step)
+        usable = np.zeros(wanted.shape, dtype=bool)
+        count = len(ids_row) * rows
         inputs = {name: tensor.repeat(count, *[1] * (tensor.dim() - 1)) for name, tensor in self._empty.items()}
         shares = torch.zeros(count)
         bad: dict[int, str] = {}
         with self._lock:
-            for place in np.flatnonzero(ids_row != EMPTY):
+            for slot, place in zip(*np.nonzero(wanted != EMPTY), strict=True):
                 try:
-                    found = self._one(ids_row[place : place + 1])
+                    found = self._one(wanted[slot, place : place + 1])
                 except BadRecord as error:
-                    bad[int(ids_row[place])] = str(error)
+                    bad[int(wanted[slot, place])] = str(error)
                     continue
-                own = slice(place * self._rows, place * self._rows + len(next(iter(found.values()))))
-                for name, rows in found.items():
-                    inputs[name][own] = rows
+                first = slot * rows + place * views
+                own = slice(first, first + len(next(iter(found.values()))))
+                for name, tensor in found.items():
+                    inputs[name][own] = tensor
                 shares[own] = 1 / (own.stop - own.start)
-                present[place] = True
-        return Fetched(MicroBatch(inputs if self._rows == 1 else {**inputs, ROW_SHARE: shares}, present), bad)
+                usable[slot, place] = True
+        if self._slots.reduce == "mean":
+            shares /= torch.from_numpy(np.maximum(usable.sum(1), 1)).repeat_interleave(rows)
+        present = torch.from_numpy(usable.any(1))
+        return Fetched(MicroBatch(inputs if rows == 1 else {**inputs, ROW_SHARE: shares}, present), bad)
 
     def _one(self, number: np.ndarray) -> dict[str, Tensor]:
         try:
@@ -74,7 +81,7 @@ class FunctionReader:
         if found.keys() != self._empty.keys():
             raise BadRecord(f"read() returns {sorted(found)}, but the synthetic records have {sorted(self._empty)}")
         shape = next(iter(found.values())).shape
-        count = min(max(1, shape[0]), self._rows) if shape else 1
+        count = min(max(1, shape[0]), self._slots.views) if shape else 1
         for name, rows in found.items():
             like = self._empty[name]
             wanted = [count, *like.shape[1:]]
@@ -86,15 +93,16 @@ class FunctionReader:
         return found
 
     def try_first(self, records: int) -> None:
-        """Before anything is charged: refuses a function that fails for every one of a few records, spread over all.
-        Nothing is said of a single one."""
+        """Before anything is charged: refuses a function that fails for every one of a few records (or units), spread
+        over all. Nothing is said of a single one."""
         tried = np.unique(np.linspace(0, records - 1, FIRST).astype(np.int64))
-        bad = self.fetch(tried, 0).bad
-        if 1 < len(tried) == len(bad):
+        found = self.fetch(tried, 0)
+        if len(tried) > 1 and not found.batch.present.any():
+            one = self._slots.records_of(tried[:1], 0)[0, 0]
             raise ReadFailsError(
-                f"read() failed for all of {len(bad)} records that were tried, so it is no single record's fault; call "
-                f"read(np.array([{tried[0]}])) to see why: it must return tensors named {sorted(self._empty)} with one "
-                "row, as `synthetic` makes them"
+                f"read() failed for all of {len(tried)} records that were tried, so it is no single record's fault; "
+                f"call read(np.array([{one}])) to see why: it must return tensors named {sorted(self._empty)} with one "
+                "row, as the synthetic records have"
             )
 
     def report(self, fetched: Fetched) -> None:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -105,6 +105,15 @@ class UnitTable:
         self.digest = digest
         """Covers which records belong to which unit. Private if the records are."""
         self._starts, self._records, self._of = starts, records, of
+
+    @staticmethod
+    def of_names(by: str, names: Sequence[object] | np.ndarray) -> UnitTable:
+        """From the unit of each record, as a program names them; units are numbered by their first record."""
+        _, firsts, inverse = np.unique(np.asarray(names), return_index=True, return_inverse=True)
+        ranked = np.argsort(np.argsort(firsts))
+        of = ranked[inverse.reshape(-1)].astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(np.bincount(of), dtype=np.int64)])
+        return UnitTable(by, "own", starts, np.argsort(of, kind="stable").astype(np.int64), of, _digest_of(starts, of))
 
     @property
     def count(self) -> int:

@@ -29,8 +29,8 @@ from murmuration.train.audit.sightings import Sightings, WatchedEngine
 from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.core import PrivateCore
 from murmuration.train.noise.correlated import CorrelatedNoise
-from murmuration.train.private import PrivateCore
 from murmuration.train.step import PrivateStep, Records
 from tests.support.train_helpers import Toy, on_ranks, private_engine
 

@@ -12,8 +12,8 @@ from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import Trainable, select
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.core import PrivateCore
 from murmuration.train.engines.deepspeed_zero import start_ranks
-from murmuration.train.private import PrivateCore
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.answering import answer

@@ -21,12 +21,12 @@ import torch
 import murmuration.train.engines.deepspeed_zero as engine_module
 from murmuration.model.build import build
 from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine, start_ranks
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import NoisyUpdate
-from murmuration.train.private import Computation, clipping_engine
 from tests.support.answering import answer
 from tests.support.sharded_engines import MICRO_BATCH, OPTIMIZERS, PLAN, RULE, SHAPE, noise, rows_of
 

@@ -23,6 +23,7 @@ from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings, Shape
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import evaluating
 from murmuration.train.engines.choose import EngineSettings, make_engine
@@ -32,7 +33,6 @@ from murmuration.train.engines.shard_map import row_slices
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.private import Computation, clipping_engine
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.answering import answer

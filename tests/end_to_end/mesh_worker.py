@@ -19,6 +19,7 @@ from murmuration.data.draw.micro_batch import slots
 from murmuration.model.build import build
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.section import RecipeError
+from murmuration.train.core import ClippingEngine, Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines import sharded_sums
 from murmuration.train.engines.choose import EngineSettings, make_engine
@@ -28,7 +29,6 @@ from murmuration.train.engines.mesh import Mesh
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.private import ClippingEngine, Computation, clipping_engine
 from murmuration.train.self_test.probes import Capture, SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position

@@ -20,6 +20,7 @@ from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Offload, ZeroOptimization
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
@@ -28,7 +29,6 @@ from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.private import Computation, clipping_engine
 from murmuration.train.self_test.probes import synthetic_batch
 from tests.support.answering import answer
 

@@ -20,12 +20,12 @@ from murmuration.model.settings import ModelSettings, Shape
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
-from murmuration.train.private import Computation, clipping_engine
 from tests.support.answering import answer
 
 MICRO_BATCHES, MICRO_BATCH, DIVISOR, RATE = 3, 6, 24.0, 1e-2

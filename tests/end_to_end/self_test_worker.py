@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from murmuration.model.build import build
 from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.deepspeed_zero import start_ranks
-from murmuration.train.private import Computation, clipping_engine
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.answering import answer

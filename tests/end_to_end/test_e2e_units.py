@@ -23,8 +23,8 @@ from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.train.audit import replay as replaying
 from murmuration.train.config.load import load
+from murmuration.train.core import clipping_engine
 from murmuration.train.engines.local import start_ranks
-from murmuration.train.private import clipping_engine
 from murmuration.train.storage.run_dir import whole_lines
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines

@@ -11,7 +11,7 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.load import ConfigError
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.root import Config
-from murmuration.train.recipe.ready_phase import make_plan
+from murmuration.train.recipe.ready_phase import plan_of_phase
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 8,
@@ -76,7 +76,7 @@ def private_phase(privacy: dict[str, Any] | None = None, **more: Any) -> Phase:
 
 def plan_of(phase: Phase, records: int = 1000, known: PrivacyPlan | None = None, **more: Any) -> PrivacyPlan:
     assert phase.privacy is not None
-    return make_plan(phase, phase.privacy, records, "phases.0", known, **more)
+    return plan_of_phase(phase, phase.privacy, records, "phases.0", known, **more)
 
 
 def refusal(read: Callable[..., Config], *changes: Change, overrides: list[str] | None = None) -> str:

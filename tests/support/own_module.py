@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import murmuration
-from murmuration.train.config.optimizer import Optimizer, OptimizerParams
+from murmuration import BandedNoise, Clip, Optimizer, OptimizerParams, Privacy, Settings
 
 RECORDS, SEED, RATE = 60, 7, 0.05
 X = torch.randn(RECORDS, 5, generator=torch.Generator().manual_seed(1))
@@ -36,12 +36,30 @@ def synthetic(size: int, seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(size, 5, generator=draw), "y": torch.randn(size, generator=draw)}
 
 
-def training(folder: Path, model: nn.Module | None = None, reader: Any = read, **changes: Any) -> Any:
-    settings: dict[str, Any] = dict(
+OF_CLIP = {"clip_norm": "norm", "clip": "kind"}
+OF_TRAINING = {"synthetic", "example", "records", "optimizer", "schedule", "loss", "start", "units", "ranks"}
+
+
+def settings_of(folder: Path, **changes: Any) -> tuple[Settings, dict[str, Any]]:
+    """Settings with these keys, of whichever section, and the rest, which is the training's own."""
+    asked: dict[str, Any] = dict(
         synthetic=synthetic, records=RECORDS, dataset="toy", run_dir=folder, expected_batch=20, steps=6, epsilon=20,
         micro_batch=8, optimizer=Optimizer(type="SGD", params=OptimizerParams(momentum=0.0)), debug_seed=SEED,
+        schedule=RATE,
     )  # fmt: skip
-    return murmuration.PrivateTraining(model or Regression(), reader, **(settings | changes))
+    asked |= changes
+    rest = {name: asked.pop(name) for name in sorted(OF_TRAINING & asked.keys())}
+    clip = {theirs: asked.pop(name) for name, theirs in OF_CLIP.items() if name in asked}
+    privacy = {name: asked.pop(name) for name in Privacy.model_fields.keys() & asked.keys()}
+    if (bands := asked.pop("bands", None)) is not None:
+        privacy["noise"] = BandedNoise(kind="banded", bands=bands)
+    given = Privacy(**({"clip": Clip(**clip)} if clip else {}), **privacy)
+    return Settings(privacy=given, **asked), rest
+
+
+def training(folder: Path, model: nn.Module | None = None, reader: Any = read, **changes: Any) -> Any:
+    settings, rest = settings_of(folder, **changes)
+    return murmuration.PrivateTraining(model or Regression(), reader, settings, **rest)
 
 
 def run(folder: Path, steps: int, **changes: Any) -> dict[str, Tensor]:

@@ -19,10 +19,10 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Offload, ZeroOptimization
+from murmuration.train.core import ClippingEngine, Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import AESNoise
-from murmuration.train.private import ClippingEngine, Computation, clipping_engine
 
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
 UNITS, MOST_ROWS = 11, 9

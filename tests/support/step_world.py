@@ -14,8 +14,8 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.stop import Stopped
-from murmuration.train.private import PrivateCore
 from murmuration.train.step import PrivateStep, Records
 from tests.support.train_helpers import NOISE_KEY, LocalEngine, private_engine
 

@@ -21,6 +21,7 @@ from murmuration.train.clip.engine import ClipEngine, Observation
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import Config
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.distributed.watchdog import Pulse
@@ -31,7 +32,6 @@ from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.private import Computation, clipping_engine
 
 T = TypeVar("T")
 

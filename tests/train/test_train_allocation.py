@@ -17,7 +17,7 @@ from murmuration.accounting.plan import PlanError
 from murmuration.accounting.unit import Unit
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.train.config.root import NoiseKind, Phase
-from murmuration.train.private import Computation
+from murmuration.train.core import Computation
 from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
 from tests.support.config_base import plan_of, private_phase
 from tests.support.own_module import RATE, SEED, read, training
@@ -49,7 +49,7 @@ def run(
         assert found.plan.slots == SLOTS
         for step in list(found.steps())[:count]:
             reader.seen.clear()
-            drawn.append(sorted(found.core.sampler().draw(step).ids.tolist()))
+            drawn.append(sorted(found.phase.core.sampler().draw(step).ids.tolist()))
             found.step(step, RATE)
             assert set(reader.seen) <= set(range(found.plan.records))
         if save:
@@ -127,7 +127,7 @@ def test_any_noise_goes_with_it(tmp_path: Path, kind: NoiseKind) -> None:
 def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
     wrong: list[dict[str, Any]] = [{"bands": 3}, {"keep_key": True}]
     for each in wrong:
-        with pytest.raises(PlanError, match="random allocation is proved without bands"):
+        with pytest.raises(PlanError, match="random allocation .* do not go together"):
             training(tmp_path, **SETTINGS, **each)
 
 

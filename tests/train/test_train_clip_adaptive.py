@@ -25,7 +25,7 @@ from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
-from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon
+from murmuration.train.recipe.ready_phase import RecipeError, plan_of_phase, planned_epsilon
 from murmuration.train.step import PrivateStep
 from tests.support.drops_world import measured, ready
 from tests.support.self_test_world import tried
@@ -246,7 +246,7 @@ def settings(clip: dict[str, Any], optimizer: dict[str, Any] | None = None) -> P
 def test_the_config_becomes_a_frozen_rule_and_a_charged_count() -> None:
     phase = settings({"norm": 2.0, "adaptive": {"quantile": 0.6, "span": 10.0}})
     assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, 1000, "phases.0")
+    plan = plan_of_phase(phase, phase.privacy, 1000, "phases.0")
     assert plan.adaptive == AdaptiveRule(0.6, 0.2, 0.2, 20.0) and plan.clip_norm == 2.0
     assert plan.metrics == (PlannedMetric(METRIC, 0.5, 2.5),), "a tenth of the batch, in halves"
     fixed = replace(plan, adaptive=None, metrics=())
@@ -260,7 +260,7 @@ def test_what_does_not_go_with_adaptive_clipping_is_refused() -> None:
     phase = settings({"adaptive": {}}, {"noise_floor": 1e-6})
     assert phase.privacy is not None
     with pytest.raises(RecipeError, match="noise changes with C"):
-        make_plan(phase, phase.privacy, 1000, "phases.0")
+        plan_of_phase(phase, phase.privacy, 1000, "phases.0")
 
 
 def test_what_is_measured_at_a_checkpoint_is_measured_at_the_norm_of_the_next_step() -> None:

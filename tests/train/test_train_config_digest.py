@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from murmuration.train.config.habits import HABITS
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config, json_schema, run_dir_of
-from murmuration.train.recipe.ready_phase import clip_rule, make_plan
+from murmuration.train.recipe.ready_phase import clip_rule, plan_of_phase
 from tests.support.config_base import put, refusal
 
 CONTENTS = {"data": "d1", "tokenizer": "t1"}
@@ -220,7 +220,7 @@ def test_every_shipped_config_loads_and_can_keep_its_promise(path: Path) -> None
             continue
         assert phase.data.expected_records is not None, "so that a dry run works without the data"
         quick = phase.privacy.model_copy(update={"noise_multiplier": phase.privacy.noise_multiplier or 1.0})
-        plan = make_plan(phase, quick, phase.data.expected_records, "phases")
+        plan = plan_of_phase(phase, quick, phase.data.expected_records, "phases")
         clip_rule(phase.privacy, plan, config.micro_batch)
         twin = load(path, [f"phases.{number}.privacy=null"])
         assert twin.phases[number].batch == round(phase.privacy.expected_batch)

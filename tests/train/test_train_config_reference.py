@@ -22,7 +22,7 @@ from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.reference import Reference
 from murmuration.train.config.root import Config, json_schema
 from murmuration.train.planner.micro_batch import _drawn
-from murmuration.train.recipe.ready_phase import make_plan, unit_of, with_steps
+from murmuration.train.recipe.ready_phase import plan_of_phase, unit_of, with_steps
 from tests.support.config_base import BASE, drop, put
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +176,7 @@ def test_it_is_one_step_over_all_records(tmp_path: Path) -> None:
     assert phase.features is not None and phase.privacy is not None and math.isinf(phase.privacy.expected_batch)
     settled = with_steps(phase, 500, "phases.0")
     assert settled.privacy is not None
-    plan = make_plan(settled, settled.privacy, 500, "phases.0")
+    plan = plan_of_phase(settled, settled.privacy, 500, "phases.0")
     assert plan.threshold == 2**32 and plan.steps == 1 and plan.divisor == 500.0
     same = given(tmp_path, {"objective": "classify", "trainable": "statistics"})
     assert same.digest(0, {}) == given(tmp_path, {}).digest(0, {})
@@ -217,7 +217,7 @@ def test_the_plan_names_the_unit_and_n_is_what_it_is_given(loaded: Make) -> None
     config = loaded(*UNIT, put(f"{DATA}.rows_per_unit", 3), put(f"{DATA}.unit_reduce", "sum"))
     phase = config.phases[1]
     assert phase.privacy is not None and unit_of(phase) == Unit("patient_id", 3, "sum") and phase.rows_of_a_slot == 3
-    plan = make_plan(phase, phase.privacy, 100, "phases.1", table="digest")
+    plan = plan_of_phase(phase, phase.privacy, 100, "phases.1", table="digest")
     assert plan.units == Unit("patient_id", 3, "sum", "digest") and "'patient_id'" in plan.unit
     assert (plan.records, plan.delta, plan.divisor) == (100, 1 / 200, pytest.approx(20))
     assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]

@@ -27,7 +27,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.recipe.read_options import agree
-from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan, prepare
+from murmuration.train.recipe.ready_phase import ReadyPhase, plan_of_phase, prepare
 from tests.support.train_helpers import Disagreement, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def ready(tmp_path: Path, shards: Path, **phase: Any) -> ReadyPhase:
 
 def plan_of(phase: ReadyPhase) -> PrivacyPlan:
     assert phase.settings.privacy is not None
-    return make_plan(phase.settings, phase.settings.privacy, phase.index.records, "phases.0")
+    return plan_of_phase(phase.settings, phase.settings.privacy, phase.index.records, "phases.0")
 
 
 class Noting(LocalFiles):

@@ -7,6 +7,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support import zoo
+from tests.support.own_module import settings_of
 
 BOUND = 0.1
 RULE = ClipRule("flat", BOUND, 0.0)
@@ -181,7 +183,8 @@ def trained_on(folder: Path, module: nn.Module, inputs: zoo.Inputs, **more: Any)
         synthetic=synthetic, records=len(inputs["label"]), dataset="worst", run_dir=folder, steps=1, epsilon=8,
         delta=1e-5, expected_batch=len(inputs["label"]), micro_batch=8, clip_norm=BOUND, debug_seed=5,
     )  # fmt: skip
-    with murmuration.PrivateTraining(module, read, **(settings | more)) as training:
+    asked, rest = settings_of(folder, **(settings | more))
+    with murmuration.PrivateTraining(module, read, asked, **rest) as training:
         training.prove()
         training.step(1, 1.0)
         return {name: tensor.clone() for name, tensor in training.weights().items()}
@@ -224,13 +227,12 @@ def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Pa
 def test_the_form_of_a_public_example_suffices_for_the_self_test(tmp_path: Path) -> None:
     inputs = zoo.texts()
     example = {name: x[1:3] for name, x in inputs.items()} | {"label": torch.tensor([0, 3])}
-    settings: dict[str, Any] = dict(
-        records=zoo.RECORDS, dataset="texts", steps=1, epsilon=8, expected_batch=6, micro_batch=3, debug_seed=5
-    )
+    asked, _ = settings_of(tmp_path, dataset="texts", steps=1, epsilon=8, expected_batch=6, micro_batch=3)
     read = lambda number: {name: x[number] for name, x in inputs.items()}  # noqa: E731
-    with murmuration.PrivateTraining(zoo.Text(), read, example=example, run_dir=tmp_path, **settings) as training:
+    more: dict[str, Any] = {"records": zoo.RECORDS, "schedule": 0.1}
+    with murmuration.PrivateTraining(zoo.Text(), read, asked, example=example, **more) as training:
         assert training.prove().largest_hostile <= 1
         training.step(1, 0.1)
     for given in ({}, {"example": example, "synthetic": lambda size, seed: example}):
         with pytest.raises(PlanError, match="either synthetic= or example="):
-            murmuration.PrivateTraining(zoo.Text(), read, run_dir=tmp_path / "no", **settings, **given)
+            murmuration.PrivateTraining(zoo.Text(), read, replace(asked, run_dir=tmp_path / "no"), **more, **given)

@@ -21,12 +21,12 @@ from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.section import RecipeError
+from murmuration.train.core import PrivateCore
 from murmuration.train.engines.loss_probes import LossProbes, weights_before
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.probed_rate import RELEASED, ProbedRate
-from murmuration.train.private import PrivateCore
-from murmuration.train.recipe.ready_phase import make_plan
+from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.run.probed_step import probed_rate
 from murmuration.train.step import Records
 from tests.support.step_world import KEYS, METRIC_KEY, Stop, journal_at, read
@@ -230,7 +230,7 @@ PHASE: dict[str, Any] = {
 def test_both_sums_are_charged_with_the_gradient_within_the_budget() -> None:
     phase = Phase.model_validate(PHASE)
     assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, 5000, "phases.0")
+    plan = plan_of_phase(phase, phase.privacy, 5000, "phases.0")
     assert {m.name: (m.bound, m.std) for m in plan.metrics} == {SLOPE: (0.1, 0.8), CURVATURE: (0.1, 0.8)}
     together = (plan.noise_multiplier**-2 + 2 * 8.0**-2) ** -0.5
     assert plan.effective_noise_multiplier == pytest.approx(together, rel=1e-12)
@@ -239,7 +239,7 @@ def test_both_sums_are_charged_with_the_gradient_within_the_budget() -> None:
     del without["privacy"]["loss_probes"]
     plain = Phase.model_validate(without)
     assert plain.privacy is not None
-    assert make_plan(plain, plain.privacy, 5000, "phases.0").noise_multiplier < plan.noise_multiplier
+    assert plan_of_phase(plain, plain.privacy, 5000, "phases.0").noise_multiplier < plan.noise_multiplier
 
 
 def test_a_schedule_that_falls_by_itself_is_refused() -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 from murmuration.accounting.certificate.statement import GENERATOR_DEVIATIONS
 from murmuration.accounting.ledger.facts import GENERATORS
 from murmuration.accounting.plan import PlanError
+from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import chacha
 from murmuration.train.noise.aes import NOISE_CHUNK
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 from murmuration.train.noise.chacha import PER_BLOCK, ChaChaNoise, fixed_words, keystream
-from murmuration.train.private import PrivateCore
 from tests.support.interpreted import results_of
 from tests.support.normality import normal_in_every_respect
 from tests.support.train_helpers import plan_for

@@ -18,12 +18,12 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PlanError
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import NoiseKind
+from murmuration.train.core import Computation
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.prefetch import NoiseAhead
-from murmuration.train.private import Computation
 from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
 from tests.support.config_base import plan_of, private_phase
 from tests.support.own_module import RATE, training
@@ -214,7 +214,7 @@ def test_what_needs_independent_noise_and_bands_exclude_each_other(tmp_path: Pat
     with pytest.raises(PlanError, match="whole numbers"):
         training(tmp_path, **LONG, computation=Computation(noise="exact"))
     floor = Optimizer(params=OptimizerParams(noise_floor=1e-6))
-    with pytest.raises(PlanError, match="noise_floor needs"):
+    with pytest.raises(PlanError, match="noise_floor do not go together"):
         training(tmp_path, **LONG, optimizer=floor)
 
 

@@ -17,6 +17,7 @@ from scipy import stats
 
 from murmuration.accounting.epsilon.accountant import Event, epsilon
 from murmuration.accounting.plan import GRID_GROWTH, PlanError, PlannedMetric, fits_grid
+from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import exact
@@ -24,7 +25,6 @@ from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, AESNoise
 from murmuration.train.noise.exact import ExactNoise, error_bound, nearest_whole, nearly_whole
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.noise.update import FURTHEST, NoisyUpdate, UpdateError, sum_on_grid
-from murmuration.train.private import PrivateCore
 from tests.support.normality import normal_in_every_respect
 from tests.support.step_world import KEYS
 from tests.support.train_helpers import fragments_of, plan_for, private_engine, slice_of

@@ -24,7 +24,7 @@ from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.update import PlainUpdate
 from murmuration.train.recipe.open_data import open_start
-from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, with_steps
+from murmuration.train.recipe.ready_phase import plan_of_phase, planned_epsilon, with_steps
 from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartError, hand_over
 from murmuration.train.run.evaluation_phase import StillEngine
 from murmuration.train.run.phase import carry_over
@@ -72,7 +72,7 @@ def test_steps_follow_from_epochs_and_from_the_budget(loaded: Read) -> None:
     steps = with_steps(spent.phases[1], 400, "phases.1").steps
     phase = spent.phases[1]
     assert phase.privacy is not None
-    plans = [make_plan(phase.model_copy(update={"steps": t}), phase.privacy, 400, "") for t in (steps, steps + 1)]
+    plans = [plan_of_phase(phase.model_copy(update={"steps": t}), phase.privacy, 400, "") for t in (steps, steps + 1)]
     assert planned_epsilon(plans[0]) <= 8.0 < planned_epsilon(plans[1])
 
 

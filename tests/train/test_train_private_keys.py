@@ -21,7 +21,7 @@ import pytest
 from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.train.private import NUMBERS, RESTORED
+from murmuration.train.library import NUMBERS, RESTORED
 from tests.support.own_module import RATE, RECORDS, read, run, training
 
 ROOT = Path(__file__).parents[2]
@@ -203,7 +203,7 @@ def taken_part(
         with opened(folder, order=name, **settings) as training_:
             for number in list(training_.steps())[:count]:
                 epoch = (number - 1) // training_.plan.slots
-                for record in training_._step.records.draw(number).ids:
+                for record in training_.phase.made.records.draw(number).ids:
                     found[segments(folder) * 100 + epoch, int(order[record])] += 1
                 training_.step(number, RATE)
             training_.save()

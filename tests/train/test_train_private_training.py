@@ -30,11 +30,11 @@ from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import NoiseKind
+from murmuration.train.core import Computation
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.exact import ExactNoise
-from murmuration.train.private import Computation
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
 
@@ -197,7 +197,7 @@ def test_a_step_that_failed_is_never_made_again_with_its_noise(tmp_path: Path, m
         monkeypatch.setattr(found._run.writer, "commit_step", full)
         with pytest.raises(OSError, match="No space"):
             found.step(2, RATE)
-        moved = found.core.engine.whole_weights()["layers.0.weight"]
+        moved = found.phase.core.engine.whole_weights()["layers.0.weight"]
         assert not torch.equal(moved, before), "the step had reached the weights"
         for again in (lambda: found.step(2, RATE), found.weights, found.save, found.finish):
             with pytest.raises(LedgerError, match="step 2 failed, and its noise must not be used again"):
@@ -381,14 +381,14 @@ def test_a_step_is_made_by_one_thread_and_once(tmp_path: Path) -> None:
     with training(tmp_path) as found:
         found.prove()
         entered, go, said = threading.Event(), threading.Event(), []
-        whole = found._step.run
+        whole = found.phase.made.run
 
         def slowly(number: int, rate: float) -> Any:
             entered.set()
             go.wait(20)
             return whole(number, rate)
 
-        found._step.run = slowly
+        found.phase.made.run = slowly
         thread = threading.Thread(target=lambda: said.append(found.step(1, RATE)))
         thread.start()
         entered.wait(20)

@@ -69,7 +69,7 @@ def test_after_a_checkpoint_file_and_memory_give_the_keys_of_later_steps_alone(t
         assert len(files) > 4
         assert not [key for key in past for content in files if key in content or key.hex().encode() in content]
         with pytest.raises(KeyFileError, match="forgotten"):
-            found.core.noise("noise").draw(3, 0, 0, 4)
+            found.phase.core.noise("noise").draw(3, 0, 0, 4)
         found.step(4, RATE)
 
 
@@ -83,7 +83,7 @@ def test_the_draws_are_those_of_the_chain_whenever_the_run_is_saved(tmp_path: Pa
 
 
 def test_the_chacha20_noise_follows_the_chain_too(tmp_path: Path) -> None:
-    from murmuration.train.private import Computation
+    from murmuration.train.core import Computation
 
     chacha = Computation(noise="chacha20")
     whole = made(tmp_path / "never", (), until=4, computation=chacha)

@@ -16,7 +16,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.train.config.root import Config
 from murmuration.train.recipe import ready_phase as recipe
-from murmuration.train.recipe.ready_phase import RecipeError, make_plan, planned_epsilon, prepare
+from murmuration.train.recipe.ready_phase import RecipeError, plan_of_phase, planned_epsilon, prepare
 from tests.support.config_base import Change, drop, put
 from tests.support.texture_samples import texture_samples
 from tests.support.train_helpers import plan_for
@@ -76,18 +76,18 @@ def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed
     monkeypatch.setattr(recipe, "calibrate_sigma", lambda *_, **__: 7.5)
     phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
     assert phase.privacy is not None
-    first = make_plan(phase, phase.privacy, 40, "phases.1")
+    first = plan_of_phase(phase, phase.privacy, 40, "phases.1")
     assert first.noise_multiplier == 7.5 and first.delta == 1 / 80 and first.divisor == pytest.approx(20)
     known = dataclasses.replace(first, noise_multiplier=8.5)
-    assert make_plan(phase, phase.privacy, 40, "p", known).noise_multiplier == 8.5
+    assert plan_of_phase(phase, phase.privacy, 40, "p", known).noise_multiplier == 8.5
     longer = phase.model_copy(update={"steps": 6})
-    assert make_plan(longer, phase.privacy, 40, "p", known).noise_multiplier == 7.5
+    assert plan_of_phase(longer, phase.privacy, 40, "p", known).noise_multiplier == 7.5
 
 
 def test_exact_noise_has_as_much_more_as_its_grid_takes(loaded: Callable[..., Config]) -> None:
     phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
     assert phase.privacy is not None
-    plain, exact = (make_plan(phase, phase.privacy, 40, "phases.1", noise=kind) for kind in ("aes", "exact"))
+    plain, exact = (plan_of_phase(phase, phase.privacy, 40, "phases.1", noise=kind) for kind in ("aes", "exact"))
     assert (plain.grid_growth, exact.grid_growth) == (0.0, 1e-6)
     assert 0 < exact.noise_multiplier - plain.noise_multiplier < 2.1e-5
     assert planned_epsilon(exact) <= exact.epsilon_budget

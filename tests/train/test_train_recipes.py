@@ -26,7 +26,7 @@ from murmuration.train.optim.base import policies
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
-from murmuration.train.recipe.ready_phase import make_plan, planned_epsilon, resolve_shape, with_steps
+from murmuration.train.recipe.ready_phase import plan_of_phase, planned_epsilon, resolve_shape, with_steps
 from murmuration.train.run.public_mixing import alpha
 from tests.support import forking
 from tests.support.printed_facts import (
@@ -177,7 +177,7 @@ def test_one_step_at_eight_budgets(epsilon: float, at_a_millionth: float) -> Non
     """The paper's delta, 1e-6, exceeds 1/n: it is refused, and 1/n = 7.8e-7 asks for slightly more noise."""
     settings = load(FILES["transfer_vith_onestep"], [f"phases.1.privacy.epsilon={float(epsilon)}"]).phases[1]
     assert settings.privacy is not None
-    plan = make_plan(with_steps(settings, IMAGENET, "phases.1"), settings.privacy, IMAGENET, "phases.1")
+    plan = plan_of_phase(with_steps(settings, IMAGENET, "phases.1"), settings.privacy, IMAGENET, "phases.1")
     assert abs(calibrate_sigma(1.0, 1, float(epsilon), 1e-6) - at_a_millionth) < 6e-5
     assert at_a_millionth < plan.noise_multiplier < 1.015 * at_a_millionth
     assert plan.threshold == 2**32 and 0.999 * epsilon < planned_epsilon(plan) <= epsilon

@@ -33,7 +33,7 @@ from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.engine import ClipEngine, Clipped, Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums
-from murmuration.train.private import PrivateCore
+from murmuration.train.core import PrivateCore
 from murmuration.train.step import Records
 from tests.end_to_end.audit_toy import MICRO_BATCH, NoStop, ToyReader, toy_plan
 from tests.support.clip_world import size

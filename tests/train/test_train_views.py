@@ -19,6 +19,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PlanError, PrivacyPlan
 from murmuration.data.batch.function_reader import FunctionReader
 from murmuration.data.batch.held_out import HELD_OUT
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch
 from murmuration.model.build import build
 from murmuration.model.drop import DROP_KEY
@@ -28,10 +29,10 @@ from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward
+from murmuration.train.library import PHASE
 from murmuration.train.planner.forecast import counted
 from murmuration.train.planner.micro_batch import MOST_ON_PROCESSORS, _fitting, largest
-from murmuration.train.private import PHASE
-from murmuration.train.recipe.ready_phase import make_plan
+from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.config_base import drop, put, refusal
@@ -48,7 +49,7 @@ def test_the_plan_has_the_views_and_one_view_is_nowhere_said(loaded: Make) -> No
     for config, views in ((loaded(), 1), (loaded(CROPS, VIEWS), 4)):
         phase = config.phases[1]
         assert phase.privacy is not None
-        plan = make_plan(phase, phase.privacy, 400, "phases.1")
+        plan = plan_of_phase(phase, phase.privacy, 400, "phases.1")
         assert plan.views == views == phase.rows_of_a_slot and config.phases[0].rows_of_a_slot == 1
         assert plan.as_dict().get("views") == (None if views == 1 else 4)
         assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]
@@ -198,13 +199,13 @@ def three_views(numbers: np.ndarray) -> dict[str, Tensor]:
 
 def test_a_reader_of_functions_takes_up_to_so_many_rows() -> None:
     like = {"x": X[:1], "y": Y[:1]}
-    found = FunctionReader(three_views, like, 3).fetch(np.array([4, 7, EMPTY, 9]), 1)
+    found = FunctionReader(three_views, like, SlotRows(views=3)).fetch(np.array([4, 7, EMPTY, 9]), 1)
     assert found.batch.present.tolist() == [True, True, False, False] and set(found.bad) == {9}
     shares = found.batch.inputs[ROW_SHARE].view(4, 3)
     assert shares[0].tolist() == pytest.approx([1 / 3] * 3) and shares[1].tolist() == [1, 0, 0]
     assert not shares[2:].any() and not found.batch.inputs["x"][4:].any()
     assert torch.equal(found.batch.inputs["x"][:3], three_views(np.array([4]))["x"])
-    more = FunctionReader(three_views, like, 2).fetch(np.array([4]), 1)
+    more = FunctionReader(three_views, like, SlotRows(views=2)).fetch(np.array([4]), 1)
     assert "not [2, 5]" in more.bad[4], "more rows than were announced"
 
 
@@ -212,7 +213,7 @@ def test_the_weights_are_those_of_the_mean_gradients_by_hand(tmp_path: Path) -> 
     with training(tmp_path / "run", reader=three_views, views=3) as run:
         run.prove()
         before = {name: tensor.clone() for name, tensor in run.weights().items()}
-        ids, noise = run.core.sampler().draw(1).ids, run.core.noise("noise")
+        ids, noise = run.phase.core.sampler().draw(1).ids, run.phase.core.noise("noise")
         # The step's key is gone when it returns.
         draws = [noise.draw(1, index, 0, tensor.numel(), np.float64) for index, tensor in enumerate(before.values())]
         run.step(1, RATE)

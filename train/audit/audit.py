@@ -55,6 +55,7 @@ from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.losses import losses_of
 from murmuration.train.clip.rows import of_slots
 from murmuration.train.config.root import Config
+from murmuration.train.core import Computation
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import evaluating
@@ -62,7 +63,7 @@ from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.optim.schedule import learning_rate
-from murmuration.train.private import Computation, PrivateCore, clipping_engine
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.step import PrivateStep, Records
 from murmuration.train.storage.sibling_runs import RunLog
@@ -116,20 +117,17 @@ class _Audit:
         included: np.ndarray = ranks.on_main(lambda: toss(options.canaries))
         model = build(phase.shape, self.settings.objective)
         coordinates = Coordinates.choose(model, options.canaries)
-        built = clipping_engine(
-            model, self.planned.rule, self.settings.optimizer, plan.noise_std / plan.divisor, self.engine_settings,
-            ranks, Computation.of(self.config.run), around_clip=lambda clip: CanaryClip(clip, coordinates),
-        )  # fmt: skip
-        clip, real_engine = built.clip, built.engine
-        assert isinstance(clip, CanaryClip)
-        engine = WatchedEngine(real_engine)
-        try:
-            core = PrivateCore(plan, clip, engine, self._keys(Segment("audit")), ranks, self.config.run.noise)
-            tested = core.prove(self._synthetic, self.engine_settings.ranks_per_copy, self.micro_batch)
+        with PrivatePhase(
+            plan, model, self.planned.rule, self.settings.optimizer, self._keys(Segment("audit")), ranks,
+            self.engine_settings, Computation.of(self.config.run), number=phase.number,
+            around_clip=lambda clip: CanaryClip(clip, coordinates), around_engine=WatchedEngine,
+        ) as private:  # fmt: skip
+            clip, engine = private.clip, private.engine
+            assert isinstance(clip, CanaryClip) and isinstance(engine, WatchedEngine)
+            self.private = private
+            tested = private.prove(self._synthetic)
             divisor = self._divisor(engine, clip)
             shown, claim = self._train(engine, clip, included)
-        finally:
-            engine.close()
 
         def judged() -> tuple[AuditBound, float, dict[float, float]]:
             bound = shown.evidence.bound(claim, options.confidence)
@@ -180,7 +178,7 @@ class _Audit:
             first = segment.begun_after + 1
             planted = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, first)
         batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
-        step = self._step(segment, self._journals.get("audit"), plan, clip, planted, engine, batches)
+        step = self._step(segment, self._journals.get("audit"), plan, planted, batches)
         engine.set_optimizer_step(segment.begun_after)
         engine.watcher = seen = Sightings(clip.coordinates)
         clip.take_known()
@@ -203,7 +201,7 @@ class _Audit:
         example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
         self.ranks.on_main(lambda: self._begin("divisor", plan))
         silent = SilentBatches(example, self.ranks)
-        step = self._step(Segment("divisor"), self._journals.get("divisor"), plan, clip, None, engine, silent)
+        step = self._step(Segment("divisor"), self._journals.get("divisor"), plan, None, silent)
         engine.watcher = seen = Sightings(clip.coordinates)
         for t in range(1, DIVISOR_STEPS + 1):
             step.run(t, 0.0)
@@ -214,13 +212,14 @@ class _Audit:
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
 
     def _step(
-        self, segment: Segment, journal: Journal | None, plan: PrivacyPlan, clip: CanaryClip, planted: Noise | None,
-        engine: WatchedEngine, batches: CanaryBatches | SilentBatches,
+        self, segment: Segment, journal: Journal | None, plan: PrivacyPlan, planted: Noise | None,
+        batches: CanaryBatches | SilentBatches,
     ) -> PrivateStep:  # fmt: skip
-        keys, begun = self._keys(segment, plan.slots), segment.begun_after
-        core = PrivateCore(plan, clip, engine, keys, self.ranks, self.config.run.noise, begun)
-        records, noise = Records(core.sampler().draw, batches), planted or core.noise("noise")
-        return core.step(self.phase.number, journal, records, self.stop, noise=noise)
+        private = self.private.again(plan, self._keys(segment, plan.slots), segment.begun_after)
+        # Drawn where it is needed: the audit compares what the optimizer sees with what it drew itself.
+        noise = planted or private.core.noise("noise")
+        records = Records(private.core.sampler().draw, batches)
+        return private.begin(journal, self.stop, records, noise=noise)
 
     def _begin(self, purpose: str, plan: PrivacyPlan) -> None:
         """On the main rank: begins a separate ledger, as every run has one."""

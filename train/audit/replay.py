@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +37,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.plan import ACCURACY, PrivacyPlan
 from murmuration.accounting.unit import noun
-from murmuration.data.batch.held_out import marking
-from murmuration.data.batch.loader import Loader, Reader
+from murmuration.data.batch.loader import Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 from murmuration.data.draw.poisson import PoissonSampler
@@ -50,6 +48,7 @@ from murmuration.train.audit.setup import audited_phase
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
+from murmuration.train.core import Computation
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.distributed.stop import StopRequest
@@ -57,14 +56,14 @@ from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import Update
-from murmuration.train.private import Computation, PrivateCore, clipping_engine
-from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, make_plan
+from murmuration.train.private_phase import PrivatePhase
+from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.phase import trainer_of, watching_of
 from murmuration.train.run.probed_step import ProbedStep, probed_rate
 from murmuration.train.run.trainer import Step
-from murmuration.train.step import Records, StepSummary
+from murmuration.train.step import StepSummary
 from murmuration.train.storage.checkpoint import Checkpoints, Keep
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir
@@ -272,10 +271,9 @@ class World:
     """One of the two trainings."""
 
     run: RunContext
-    engine: SummedEngine
+    private: PrivatePhase
     step: Leading | Following
     noise: RecordedNoise
-    loader: Loader[Any]
     steps: Iterator[int]
     """The trainer's steps; it pauses before each."""
     console: StringIO = field(default_factory=StringIO)
@@ -284,9 +282,13 @@ class World:
         with console_to(self.console):
             next(self.steps, None)
 
+    @property
+    def engine(self) -> SummedEngine:
+        assert isinstance(self.private.engine, SummedEngine)
+        return self.private.engine
+
     def close(self) -> None:
-        self.loader.close()
-        self.engine.close()
+        self.private.close()
         self.run.writer.ledger.close()
 
 
@@ -297,7 +299,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
         world.advance()
     rows: list[list[list[str]]] = [[], []]
     for number in range(1, report.steps + 1):
-        drawn = first.loader.draw(number).ids
+        drawn = first.private.drawn(number)
         places = np.flatnonzero(drawn == report.record).tolist()
         report.drawn += len(places)
         for world, seen in zip(worlds, rows, strict=True):
@@ -366,7 +368,7 @@ def replay(
         raise RecipeError(f"a replay counts on Poisson samples; give --set {where}.privacy.sampling=poisson")
     if privacy.noise is not None:
         raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
-    plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
+    plan = plan_of_phase(phase.settings, privacy, phase.n, where, noise=config.run.noise)
     steps = min(steps, plan.steps)
     key = RunKey.fresh()
     derive = PhaseKeys(
@@ -410,13 +412,13 @@ def _world(
     torch.manual_seed(0)  # both begin from the same weights
     model = build(phase.shape, phase.settings.objective)
     select(model, phase.settings.trainable)
-    settings, rate = EngineSettings("local", config.micro_batch), probed_rate(phase, plan)
-    built = clipping_engine(
-        model, rule, phase.settings.optimizer, plan.noise_std / plan.divisor, settings, ranks,
-        Computation.of(config.run), keeps_before=rate is not None,
+    rate = probed_rate(phase, plan)
+    private = PrivatePhase(
+        plan, model, rule, phase.settings.optimizer, derive, ranks, EngineSettings("local", config.micro_batch),
+        Computation.of(config.run), number=phase.number, around_engine=SummedEngine, keeps_before=rate is not None,
     )  # fmt: skip
-    engine = SummedEngine(built.engine)
-    core = PrivateCore(plan, built.clip, engine, derive, ranks, config.run.noise)
+    engine = private.engine
+    assert isinstance(engine, SummedEngine)
     reader: Reader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
         mask_key=derive("masks"), dropout_key=derive("dropout"),
@@ -425,21 +427,18 @@ def _world(
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)
-    loader = Loader(marking(reader, plan.held_out), core.sampler(), 0, 1, config.micro_batch, last=plan.steps)
+    private.feed(reader)
     run = _run(config, phase, plan, key, ranks, folder)
-    noise = RecordedNoise(around(core.noise("noise")))
-    records = Records(loader.draw, loader.micro_batches)
-    real = core.step(
-        phase.number, run.writer, records, run.stop, noise=noise, probes=rate.probes if rate is not None else None
-    )
+    noise = RecordedNoise(around(private.core.noise("noise")))
+    real = private.begin(run.writer, run.stop, noise=noise, probes=rate.probes if rate is not None else None)
     step: Leading | Following = Leading(real)
     if leader is not None and isinstance(leader.step, Leading):
         step = Following(real, engine, leader.step, leader.engine)
-    watching = watching_of(run, phase, engine, derive, built.clip, plan, real.norm)
+    watching = watching_of(run, phase, engine, derive, private.clip, plan, real.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
     probed = step if rate is None else ProbedStep(step, rate)  # outermost: both follow the first training's rate
     trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0)
-    return World(run, engine, step, noise, loader, trainer.pausing(0))
+    return World(run, private, step, noise, trainer.pausing(0))
 
 
 def _run(

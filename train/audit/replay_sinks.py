@@ -11,8 +11,9 @@ from pathlib import Path
 
 from murmuration.accounting.certificate import certificate
 from murmuration.train.run.context import RunContext
-from murmuration.train.run.report import DEVIATIONS, write_report
+from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
+from murmuration.train.storage.certify import OF_THIS_TRAINER
 
 OWNERS_ALONE = ("tb/private", "logs/private", "secret")
 RECORD_HEADER, RECORD_FOOTER = 12, 4  # length and checksum before an event, checksum after it
@@ -27,7 +28,8 @@ def console_to(text: StringIO) -> Iterator[None]:
 def write_last_pages(run: RunContext) -> None:
     """The report with the certificate in it, and the state for scripts, as they stand after these steps."""
     history, entries = run.writer.history, run.writer.ledger.entries
-    document = certificate.compose(history, entries, {"known_deviations": DEVIATIONS, "siblings": [], "hashes": {}})
+    extra = {"known_deviations": OF_THIS_TRAINER, "siblings": [], "hashes": {}}
+    document = certificate.compose(history, entries, extra)
     write_report(run.folder, run.config, document, [])
     tell_state(run, status="done")
     run.board.close()

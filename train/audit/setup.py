@@ -12,7 +12,7 @@ from murmuration.model.build import build
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.privacy import Privacy
 from murmuration.train.config.root import Config, Phase
-from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, clip_rule, make_plan, prepare
+from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, clip_rule, plan_of_phase, prepare
 
 CanaryKind = Literal["gradient", "input"]
 
@@ -97,10 +97,10 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     settings = phase.settings.model_copy(update={"privacy": claimed, "steps": options.steps * together})
     if options.noise_scale != 1 and config.run.noise != "aes":
         raise RecipeError("--noise-scale weakens AES noise only; add --set run.noise=aes")
-    plan = make_plan(settings, claimed, real + options.canaries, where, noise=config.run.noise)
+    plan = plan_of_phase(settings, claimed, real + options.canaries, where, noise=config.run.noise)
     if options.again:  # they are charged, too
         longer = settings.model_copy(update={"steps": (options.steps + options.again) * together})
-        charged = make_plan(longer, claimed, real + options.canaries, where, noise=config.run.noise)
+        charged = plan_of_phase(longer, claimed, real + options.canaries, where, noise=config.run.noise)
         plan = replace(plan, noise_multiplier=charged.noise_multiplier)
     try:
         rule = clip_rule(claimed, plan, config.micro_batch)

@@ -29,7 +29,7 @@ from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import (
     clip_rule,
-    make_plan,
+    plan_of_phase,
     planned_epsilon,
     resolve_shape,
     with_steps,
@@ -118,7 +118,7 @@ def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise 
     records, source = known_records(phase, where)
     phase = with_steps(phase, records, where, config.run.noise)
     assert phase.privacy is not None
-    plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise)
+    plan = plan_of_phase(phase, phase.privacy, records, where, noise=config.run.noise)
     clip_rule(phase.privacy, plan, config.micro_batch)
     calibrated = phase.privacy.noise_multiplier is None
     return phase, Promise(plan, round_up(planned_epsilon(plan)), source, calibrated, phase.privacy.clip.kind)

@@ -35,7 +35,7 @@ from murmuration.train.evaluate.weights import Evaluated, Sizes, open_model
 from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.recipe.labels import FOLDERS, read_list
 from murmuration.train.recipe.open_data import known_records
-from murmuration.train.recipe.ready_phase import make_plan
+from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.recipe.record_names import shared_names
 from murmuration.train.recipe.warm_start import EXPORTED
 from murmuration.train.storage.run_dir import RunDir
@@ -129,7 +129,7 @@ def told(wish: Wish) -> list[str]:
     phase = config.phases[number]
     assert phase.privacy is not None
     records = known_records(phase, f"phases.{number}")[0]
-    plan = make_plan(phase, phase.privacy, records, f"phases.{number}", noise=config.run.noise)
+    plan = plan_of_phase(phase, phase.privacy, records, f"phases.{number}", noise=config.run.noise)
     lines = [
         f"{wish.out}: {plan.steps} steps of {plan.divisor:,.0f} of n = {records:,} records, ε = {wish.epsilon:g} at "
         f"δ = {plan.delta:.3g}, which takes sigma = {plan.noise_multiplier:g}"

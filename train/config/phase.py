@@ -286,6 +286,21 @@ class Phase(Section):
         return records if self.privacy is None else records * self.privacy.views
 
     @property
+    def mechanisms(self) -> frozenset[str]:
+        """What the phase asks for, as `accounting.plan.MECHANISMS` names it."""
+        privacy = self.privacy
+        chosen = {
+            "statistics": self.trainable == STATISTICS,
+            "features": self.features is not None,
+            "mixing": self.mixing is not None,
+            "monitor": self.monitor is not None,
+            "until_budget": self.until_budget,
+            "noise_floor": self.optimizer.params.noise_floor is not None,
+            "units": isinstance(self.data, ShardData) and self.data.unit is not None,
+        }
+        return frozenset(name for name, given in chosen.items() if given) | (privacy.mechanisms if privacy else set())
+
+    @property
     def random_inputs(self) -> bool:
         """Whether what the model gets of a record is, or may be, another one each time that it is read."""
         augments = getattr(self.data, "augment", "none") in AREAS
@@ -328,35 +343,17 @@ class Phase(Section):
             return (
                 "trains until_budget and needs privacy.noise_multiplier: epsilon alone does not fix a number of steps"
             )
-        if self.until_budget and self.privacy is not None and self.privacy.tan is not None:
-            return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
-        if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
-            return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
         if self.privacy is not None and self.privacy.loss_probes is not None and self.schedule.shape != "constant":
             return (
                 "has privacy.loss_probes, which find the learning rate while training, and a schedule that lowers it; "
                 "set schedule.shape to 'constant', or leave loss_probes out"
             )
-        if self.privacy is not None and self.privacy.sampling == "allocation":
-            return self._of_allocation(self.privacy) or self._of_other_parts()
         return self._of_other_parts()
 
-    def _of_allocation(self, privacy: Privacy) -> str | None:
-        if self.until_budget:
-            return "allocates records to a fixed number of steps; give steps or epochs instead of until_budget"
-        if privacy.noise is not None or privacy.tan is not None:
-            other = "privacy.noise" if privacy.noise is not None else "privacy.tan"
-            return f"has privacy.sampling 'allocation' and {other}, which is proved for Poisson samples; drop one"
-        if self.monitor is not None:
-            return "has privacy.sampling 'allocation' and `monitor`, whose advice is for Poisson samples; drop one"
-        return None
-
     def _of_other_parts(self) -> str | None:
-        if self.mixing is not None and self.optimizer.params.noise_floor is not None:
-            return "has `mixing`, which weakens the noise that noise_floor subtracts; drop one of them"
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
-        return self._of_units() or self._of_statistics() or self._of_features()
+        return self._of_statistics() or self._of_features()
 
     def _of_statistics(self) -> str | None:
         if self.trainable != STATISTICS:
@@ -367,9 +364,8 @@ class Phase(Section):
             return "solves its head from one pass over all records; leave steps, epochs, schedule and optimizer out"
         if self.batch is not None:
             return "takes all records in its one step; leave `batch` out"
-        watched = [name for name in ("mixing", "monitor", "plateau") if getattr(self, name) is not None]
-        if watched:
-            return f"adds up sums that are no model's gradients, so {watched[0]} has no meaning; leave it out"
+        if self.plateau is not None:
+            return "is one step, which cannot end at a plateau; leave `plateau` out"
         return None if self.privacy is None else self._of_private_statistics(self.privacy)
 
     def _of_private_statistics(self, privacy: Privacy) -> str | None:
@@ -377,23 +373,7 @@ class Phase(Section):
             return "takes all records in its one step; leave privacy.expected_batch out, or set it to 'all'"
         if privacy.clip != Clip():
             return "has sums to which no record adds more than 1; leave privacy.clip out"
-        if privacy.views > 1:
-            return "adds up what each record is seen as once; leave privacy.views out"
-        if privacy.sampling == "allocation":
-            return "takes all records in its one step; leave privacy.sampling out"
-        if privacy.release or privacy.tan is not None or privacy.loss_probes is not None:
-            named = "privacy.release, privacy.loss_probes and privacy.tan"
-            return f"is one step before which there is no model; leave {named} out"
-        if privacy.noise is not None:
-            return "is one step, whose noise cannot be taken back in later ones; leave privacy.noise out"
         return None
-
-    def _of_independent_noise(self) -> str | None:
-        if self.privacy is not None and self.privacy.tan is not None:
-            return "privacy.tan"
-        if self.monitor is not None:
-            return "`monitor`"
-        return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None
 
     def _of_streams(self) -> str | None:
         if self.privacy is not None:
@@ -409,17 +389,6 @@ class Phase(Section):
             return "keeps features, which need numbered records, and a stream has none; use source 'shards'"
         return None
 
-    def _of_units(self) -> str | None:
-        if not isinstance(self.data, ShardData) or self.data.unit is None:
-            return None
-        if self.features is not None:
-            return "keeps features, which are of single records, and has data.unit; drop one of them"
-        if self.trainable == STATISTICS:
-            return "adds up sums of single records (trainable 'statistics') and has data.unit; drop one of them"
-        if self.privacy is not None and self.privacy.held_out is not None:
-            return "holds out single records (privacy.release of accuracy) and has data.unit; drop one of them"
-        return None
-
     def _of_features(self) -> str | None:
         if self.features is None:
             return None
@@ -429,14 +398,8 @@ class Phase(Section):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"
         if isinstance(self.data, ShardData) and self.data.reading.node_shards is not None:
             return "keeps features, for which every rank reads every record; leave data.reading.node_shards out"
-        if self.rows_of_a_slot > 1:
-            return "keeps features, which are one row for each record; set privacy.views to 1, or leave features out"
         if self.weight is not None:
             return "keeps features and has data.weight, but no record weights are stored with features; drop one"
-        if self.mixing is not None:
-            return "keeps features and mixes in public pictures; drop one of them"
-        if self.monitor is not None:
-            return "keeps features and has `monitor`, which measures the whole model; drop one of them"
         return None
 
     def _of_standing_still(self) -> str | None:

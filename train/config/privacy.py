@@ -13,6 +13,7 @@ from murmuration.train.config.section import Section
 
 if TYPE_CHECKING:
     from murmuration.accounting.epsilon import tuning as accounted_tuning
+    from murmuration.accounting.make_plan import PlanRequest
 
 
 class AdaptiveClip(Section):
@@ -64,12 +65,6 @@ class Clip(Section):
         if not isinstance(self.groups, list):
             return self.groups
         return tuple((group.names, group.budget) for group in self.groups)
-
-    @model_validator(mode="after")
-    def _adapts_plainly(self) -> Clip:
-        if self.adaptive is not None and (self.kind != "flat" or self.groups != "all"):
-            raise ValueError("privacy.clip.adaptive moves one C for all parameters; use kind 'flat' and groups 'all'")
-        return self
 
 
 class ReleasedMetric(Section):
@@ -215,6 +210,42 @@ class Privacy(Section):
     def bands(self) -> int:
         return 1 if self.noise is None else self.noise.bands
 
+    @property
+    def mechanisms(self) -> frozenset[str]:
+        """As `accounting.plan.MECHANISMS` names them."""
+        chosen = {
+            "bands": self.noise is not None,
+            "allocation": self.sampling == "allocation",
+            "tan": self.tan is not None,
+            "adaptive": self.clip.adaptive is not None,
+            "automatic": self.clip.kind == "automatic",
+            "groups": self.clip.groups != "all",
+            "held_out": self.held_out is not None,
+            "metrics": bool(self.release) or self.loss_probes is not None,
+            "views": self.views > 1,
+        }
+        return frozenset(name for name, given in chosen.items() if given)
+
+    def request(self, records: int, steps: int, exact: bool = False) -> PlanRequest:
+        """What this asks of a plan for so many records, or units. `exact`: for exact noise."""
+        from murmuration.accounting.make_plan import AdaptiveRequest, PlanRequest  # SciPy takes a second
+        from murmuration.accounting.plan import PlannedMetric
+
+        adaptive, probes = self.clip.adaptive, self.loss_probes
+        if adaptive is not None:
+            adaptive = AdaptiveRequest(
+                adaptive.quantile, adaptive.learning_rate, adaptive.span, adaptive.noise_multiplier
+            )
+        return PlanRequest(
+            records=records, expected_batch=self.expected_batch, steps=steps, epsilon=self.epsilon, delta=self.delta,
+            noise_multiplier=self.noise_multiplier, clip_norm=self.clip.norm, adaptive=adaptive,
+            sampling=self.sampling, bands=self.bands, horizon=None if self.noise is None else self.noise.horizon,
+            exact=exact,
+            metrics=tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in self.release),
+            loss_probes=None if probes is None else (probes.bound, probes.noise_multiplier), held_out=self.held_out,
+            views=self.views, tan=None if self.tan is None else self.tan.scale,
+        )  # fmt: skip
+
     @model_validator(mode="after")
     def _one_of_each(self) -> Privacy:
         names = [metric.name for metric in self.release]
@@ -225,8 +256,8 @@ class Privacy(Section):
         for metric in self.release:
             if (metric.name == "accuracy") != (metric.share is not None):
                 raise ValueError("privacy.release: accuracy needs `share`, the records to hold out; others take none")
-            if metric.name == "accuracy" and (metric.bound != 1.0 or self.clip.adaptive is not None):
-                raise ValueError("an answer is right or not, so the bound of the metric 'accuracy' is 1; C stays fixed")
+            if metric.name == "accuracy" and metric.bound != 1.0:
+                raise ValueError("an answer is right or not, so the bound of the metric 'accuracy' is 1")
         return self
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from murmuration.accounting.plan import PlanError, require_together
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
@@ -179,7 +180,6 @@ OF_NO_RELEASE: Mapping[str, Any] = {
             "data": _READ,
             "mixing": {"data": _READ},
             "features": {"folder": True},
-            "privacy": {"scaling": {"path": True}},
             "evaluation": {"path": True, "public": True, "real": True, "zero_shot": {"class_names": True}},
             "monitor": True,
         }
@@ -228,6 +228,17 @@ class Config(Section):
         given = self.train_micro_batch_size_per_gpu
         assert given != "auto", "a command settles it before anything is computed"
         return given
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Config:
+        of_run = {"exact"} if self.run.noise == "exact" else set[str]()
+        of_run |= {"keep_key"} if self.run.keep_key else set()
+        for phase in self.phases:
+            try:
+                require_together(phase.mechanisms | of_run)
+            except PlanError as error:
+                raise ValueError(f"phase {phase.name!r}: {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _texts_and_language_models(self) -> Config:
@@ -345,21 +356,6 @@ class Config(Section):
                     "all its views are the same; set data.augment to 'random_resized_crop' or 'inception_crop', or "
                     "privacy.views to 1"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_no_key_of_a_block(self) -> Config:
-        private = [phase.privacy for phase in self.phases if phase.privacy is not None]
-        if self.run.keep_key and any(privacy.sampling == "allocation" for privacy in private):
-            raise ValueError(
-                "run.keep_key keeps the secret file, which with privacy.sampling 'allocation' may contain the key that "
-                "tells in which step of the last epoch each record took part; leave keep_key out"
-            )
-        if self.run.keep_key and any(privacy.noise is not None for privacy in private):
-            raise ValueError(
-                "run.keep_key keeps the secret file, which with privacy.noise contains the keys of the last block's "
-                "steps, whose weights were released; leave keep_key out"
-            )
         return self
 
     @model_validator(mode="after")

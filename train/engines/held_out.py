@@ -16,8 +16,7 @@ from torch import Tensor
 
 from murmuration.accounting.plan import ACCURACY
 from murmuration.data.batch.held_out import HELD_OUT
-from murmuration.data.draw.micro_batch import MicroBatch
-from murmuration.model.classifier import Classifier
+from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.train.clip.losses import isolated
 from murmuration.train.clip.rows import slot_mean
 from murmuration.train.config.section import RecipeError
@@ -33,8 +32,11 @@ class HeldOutAccuracy:
             raise RecipeError(
                 "accuracy on held-out records needs the whole model, which this engine shards; use ZeRO 0, 1 or 2"
             )
-        if not isinstance(engine.model, Classifier):
-            raise RecipeError("privacy.release: only classifiers have an accuracy; use the objective classify")
+        if not callable(getattr(engine.model, "right", None)):
+            raise RecipeError(
+                "privacy.release: an accuracy needs a model that says which rows it gets right: use the objective "
+                "classify, or give the module a method right(inputs)"
+            )
         self._model, self._device, self._release = engine.model, engine.device, release
 
     def around(self, micro_batches: MicroBatches) -> MicroBatches:
@@ -60,14 +62,11 @@ class HeldOutAccuracy:
     @torch.no_grad()
     def _right(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Per row, for all rows: the number of held-out records must not change a kernel's shapes."""
-        here = {name: tensor.to(self._device) for name, tensor in inputs.items()}
-
-        def right(row: dict[str, Tensor]) -> Tensor:
-            logits = self._model.head(row["features"]) if "features" in row else self._model.logits(row["images"])
-            return logits.argmax(1) == row["labels"]
+        here = {name: tensor.to(self._device) for name, tensor in inputs.items() if name != ROW_SHARE}
+        rows = len(next(iter(here.values())))
 
         with evaluating(self._model):
-            return isolated(right, here, len(here["labels"])).squeeze(1)
+            return isolated(self._model.right, here, rows).squeeze(1)  # pyright: ignore[reportArgumentType]
 
 
 def _along(rows: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Makes the optimizer that a phase's config names, on flat shards."""
+"""Makes the optimizer that a config names or a program gives, on flat shards."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.optim.adam import LAMB, AdamW
 from murmuration.train.optim.base import FlatOptimizer, policies
 from murmuration.train.optim.sgd import LARS, SGD
+from murmuration.train.optim.torch_optimizer import MakeOptimizer, TorchOptimizer
 
 
 def make_optimizer(
-    settings: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_noise: float
+    settings: Optimizer | MakeOptimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_noise: float
 ) -> FlatOptimizer:  # fmt: skip
     """For the trainable parameters. `gradient_noise`: the plan's sigma·C/(q·n), 0 in a phase without noise."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not isinstance(settings, Optimizer):
+        return TorchOptimizer(named, settings)
     params, chosen = settings.params, policies(settings.params, named)
     if settings.type == "AdamW":
         return AdamW(named, chosen, params, gradient_noise)

@@ -16,7 +16,11 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from murmuration.accounting.plan import CURVATURE, SLOPE
+from murmuration.accounting.plan import CURVATURE, SLOPE, PrivacyPlan
+from murmuration.train.config.privacy import LossProbes
+
+STATE = "probed_rate"
+"""Its key in a checkpoint's manifest."""
 
 FORGETTING = 0.5
 """What a probe counts for, at the next one."""
@@ -60,6 +64,18 @@ class ProbedRate:
     """The rate of the weights' last move; 0: there was none."""
     slope: Fit = field(default_factory=Fit)
     curvature: Fit = field(default_factory=Fit)
+
+    @staticmethod
+    def of(settings: LossProbes | None, plan: PrivacyPlan, state: dict[str, Any] | None) -> ProbedRate | None:
+        """As a phase begins, or with the state of its checkpoint; None without probes."""
+        if settings is None:
+            return None
+        probing = plan.divisor * (1 - (plan.held_out or 0.0))  # by which `MetricRelease` divides
+        noise = {metric.name: metric.std / probing for metric in plan.metrics}
+        rate = ProbedRate(settings.every, settings.most, settings.span, noise[SLOPE], noise[CURVATURE])
+        if state is not None:
+            rate.restore(state)
+        return rate
 
     def restore(self, state: dict[str, Any]) -> None:
         """As a checkpoint has it."""

@@ -20,7 +20,7 @@ from murmuration.train.planner.cost import RecordCost, count
 from murmuration.train.planner.memory import GIB, Memory, WeightCounts, fsdp2_memory, memory, weights_of
 from murmuration.train.planner.rows import Batch
 from murmuration.train.recipe.open_data import known_records
-from murmuration.train.recipe.ready_phase import make_plan, resolve_shape, with_steps
+from murmuration.train.recipe.ready_phase import plan_of_phase, resolve_shape, with_steps
 from murmuration.train.self_test.probes import synthetic_batch
 
 LAYOUTS = ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True))
@@ -100,7 +100,7 @@ def _of_phase(
     where = f"phases.{number}"
     records = known_records(phase, where)[0]
     phase = with_steps(phase, records, where, config.run.noise)
-    plan = make_plan(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
+    plan = plan_of_phase(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
     batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
     mixed = phase.mixing.batch if phase.mixing else 0
     if plan is not None and plan.banded is not None:

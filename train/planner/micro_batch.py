@@ -1,13 +1,11 @@
 """Answers `"train_micro_batch_size_per_gpu": "auto"`: the most rows that fit, by the planner's count of memory.
 
-The number rounds the sums, so it is part of what a run is: it is found once, by all ranks together, and written beside
-the ledger, where every later start finds it, whatever memory that start has.
+It is found once, by all ranks together, and kept (`storage/micro_batch_file.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -15,17 +13,14 @@ from pathlib import Path
 
 import torch
 
-from murmuration.accounting.durable import atomic
-from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.cores import groups_of
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.planner.memory import GIB, memory_of
 from murmuration.train.planner.rows import Batch
+from murmuration.train.storage.micro_batch_file import KEY, keep, kept
 
-NAME = "micro_batch.json"
-KEY = "train_micro_batch_size_per_gpu"
 MOST_ON_PROCESSORS = 64
 """Rows beyond this fill no more of a processor's vector units; what a GPU gains, it gains up to its memory."""
 SHARE_OF_MAIN_MEMORY = 0.5
@@ -40,13 +35,11 @@ def settled(config: Config, run_dir: Path, ranks: Ranks) -> Config:
     gpus = all(ranks.gather(ranks.device.type == "cuda"))
 
     def find() -> int:
-        known = _kept(run_dir)
+        known = kept(run_dir)
         found = known or largest(config, ranks.world, room, gpus)
         print(f"{KEY}: {_in_words(found, known, room)}", flush=True)
         if known is None:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            with atomic(run_dir / NAME) as file:
-                file.write(json.dumps({KEY: found}).encode() + b"\n")
+            keep(run_dir, found)
         return found
 
     return _with(config, ranks.on_main(find))
@@ -57,7 +50,7 @@ def on_this_machine(config: Config, run_dir: Path) -> Config:
     if config.train_micro_batch_size_per_gpu != "auto":
         return config
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    return _with(config, _kept(run_dir) or largest(config, world, _room(), torch.cuda.is_available()))
+    return _with(config, kept(run_dir) or largest(config, world, _room(), torch.cuda.is_available()))
 
 
 def largest(config: Config, world: int, room: float, gpus: bool) -> int:
@@ -115,20 +108,6 @@ def main_memory(root: Path = Path("/")) -> Sequence[float]:
                 if (text := (folder / name).read_text().strip()).isdecimal():
                     found.append(float(text))
     return found
-
-
-def _kept(run_dir: Path) -> int | None:
-    """The number that the run in this directory began with."""
-    path = run_dir / NAME
-    try:
-        found = parse(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (JsonError, OSError) as error:
-        raise RecipeError(f"{path} cannot be read ({error}); restore it, or set {KEY} to its number") from None
-    if not isinstance(found, dict) or type(number := found.get(KEY)) is not int or number < 1:
-        raise RecipeError(f"{path} names no micro-batch; restore it, or set {KEY} to the run's number")
-    return number
 
 
 def _in_words(found: int, known: int | None, room: float) -> str:

@@ -24,6 +24,7 @@ from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.root import Config
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
 from murmuration.train.engines.choose import EngineSettings, make_engine
@@ -32,7 +33,6 @@ from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.schedule import learning_rate
-from murmuration.train.private import Computation, clipping_engine
 from murmuration.train.public.evaluation import public_loss
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError
 

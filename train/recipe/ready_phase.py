@@ -12,24 +12,12 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
-from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
-from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
+from murmuration.accounting.adaptive import AdaptiveError
+from murmuration.accounting.banded import BandedError
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
-from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
-from murmuration.accounting.plan import (
-    CURVATURE,
-    GRID_GROWTH,
-    SLOPE,
-    PlanError,
-    PlannedMetric,
-    PrivacyPlan,
-    draws_for,
-    parse_delta,
-    rate_of,
-    turns_for,
-)
-from murmuration.accounting.tan import stand_in
-from murmuration.accounting.unit import Reduce, Unit, adjacency_in_words, unit_in_words
+from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps
+from murmuration.accounting.plan import PlanError, PrivacyPlan
+from murmuration.accounting.unit import Reduce, Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.draw.micro_batch import Normalisation
@@ -45,7 +33,7 @@ from murmuration.model.settings import SettingsError, Shape
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
 from murmuration.train.config.phase import STATISTICS
-from murmuration.train.config.privacy import AdaptiveClip, Privacy
+from murmuration.train.config.privacy import Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe import pixels
@@ -68,7 +56,8 @@ __all__ = [
     "ReadyPhase",
     "RecipeError",
     "clip_rule",
-    "make_plan",
+    "plan_of_phase",
+    "plan_request",
     "planned",
     "planned_epsilon",
     "prepare",
@@ -242,7 +231,7 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
         privacy = phase.settings.privacy
         if privacy is not None:
             where = f"phases.{phase.number}"
-            plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
+            plan = plan_of_phase(phase.settings, privacy, phase.n, where, noise=config.run.noise)
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
@@ -403,13 +392,9 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
         if phase.privacy is not None and phase.privacy.sampling == "allocation" and phase.epochs == int(phase.epochs):
             steps = int(phase.epochs) * max(1, round(records / batch))  # none of which is cut, and paid for whole
     elif phase.until_budget and phase.privacy is not None:
-        bands = phase.privacy.bands
-        plan = make_plan(phase.model_copy(update={"steps": bands}), phase.privacy, records, where, noise=noise)
         try:
-            steps = bands * calibrate_steps(
-                plan.sampling_rate, plan.effective_noise_multiplier, plan.epsilon_budget, plan.delta
-            )
-        except AccountingError as error:
+            steps = most_steps(plan_request(phase, phase.privacy, records, noise))
+        except (PlanError, AdaptiveError, BandedError, AccountingError) as error:
             raise RecipeError(f"{where}.until_budget: {error}") from None
     if schedule.warmup_epochs is not None:
         warmup = round(schedule.warmup_epochs * records / batch)
@@ -424,84 +409,24 @@ def unit_of(phase: Phase) -> Unit | None:
     return Unit(data.unit, data.rows_per_unit or 1, data.unit_reduce or "mean")
 
 
-def make_plan(
+def plan_request(
+    phase: Phase, privacy: Privacy, records: int, noise: NoiseKind = "aes", table: str = ""
+) -> PlanRequest:  # fmt: skip
+    """What the phase asks of a plan for n = `records`, or units. `table`: the ledger's digest of the table of units."""
+    units = unit_of(phase)
+    request = privacy.request(records, phase.steps, exact=noise == "exact")
+    return request if units is None else replace(request, units=replace(units, table=table))
+
+
+def plan_of_phase(
     phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None,
     noise: NoiseKind = "aes", table: str = "",
 ) -> PrivacyPlan:  # fmt: skip
-    """Freezes n (`records`, or units), q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be
-    calibrated again; `table`: the ledger's digest of the table of units."""
-    units = unit_of(phase)
-    if units is not None:
-        units = replace(units, table=table)
-    growth = GRID_GROWTH if noise == "exact" else 0.0
+    """`known`: the ledger's plan, whose σ and matrix need not be computed again."""
     try:
-        threshold, slots = draws_for(privacy.sampling, records, privacy.expected_batch, phase.steps, privacy.bands)
-        delta = parse_delta(privacy.delta, records)
-        metrics = _metrics(privacy)
-        adaptive = None
-        if privacy.clip.adaptive is not None:
-            adaptive = _adaptive(phase, privacy, privacy.clip.adaptive, where)
-        fixed = dict(
-            records=records, threshold=threshold, clip_norm=privacy.clip.norm, steps=phase.steps, delta=delta,
-            epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
-            grid_growth=growth, banded=_banded(phase, privacy, known), views=privacy.views, units=units,
-            unit=unit_in_words(units), adjacency=adjacency_in_words(units), slots=slots,
-        )  # fmt: skip
-        sigma = privacy.noise_multiplier
-        if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):
-            sigma = known.noise_multiplier
-        if sigma is None:
-            turns = turns_for(phase.steps, privacy.bands, slots)
-            together = calibrate_sigma(rate_of(threshold, slots), turns, privacy.epsilon, delta, slots=slots)
-            sigma = _share_of_gradient(enlarged(together, growth), metrics)
-        plan = PrivacyPlan(noise_multiplier=sigma, **fixed)  # pyright: ignore[reportArgumentType]
-        return stand_in(plan, privacy.tan.scale) if privacy.tan else plan
+        return make_plan(plan_request(phase, privacy, records, noise, table), known)
     except (PlanError, AdaptiveError, BandedError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
-
-
-def _metrics(privacy: Privacy) -> tuple[PlannedMetric, ...]:
-    """All that is released beside the gradient."""
-    found = [PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in privacy.release]
-    if (probes := privacy.loss_probes) is not None:
-        std = probes.bound * probes.noise_multiplier
-        found += [PlannedMetric(SLOPE, probes.bound, std), PlannedMetric(CURVATURE, probes.bound, std)]
-    if (adaptive := privacy.clip.adaptive) is not None:
-        counted = adaptive.noise_multiplier or privacy.expected_batch / 10
-        found.append(PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted))
-    return tuple(found)
-
-
-def _banded(phase: Phase, privacy: Privacy, known: PrivacyPlan | None) -> BandedNoise | None:
-    """The ledger's matrix is kept: another processor may find one that differs in the last digit."""
-    if privacy.noise is None:
-        return None
-    horizon = privacy.noise.horizon or phase.steps
-    kept = known.banded if known is not None else None
-    if kept is not None and (kept.bands, kept.horizon) == (privacy.bands, horizon):
-        return kept
-    return best_banded(privacy.bands, horizon)
-
-
-def _adaptive(phase: Phase, privacy: Privacy, settings: AdaptiveClip, where: str) -> AdaptiveRule:
-    if phase.optimizer.params.noise_floor is not None:
-        raise RecipeError(
-            f"{where}.optimizer.params.noise_floor subtracts a constant noise from the second moment, but with "
-            "privacy.clip.adaptive the noise changes with C; drop one of them"
-        )
-    norm = privacy.clip.norm
-    return AdaptiveRule(settings.quantile, settings.learning_rate, norm / settings.span, norm * settings.span)
-
-
-def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> float:
-    """The gradient's noise multiplier such that gradient and metrics, which are one event, have the noise multiplier
-    `together`."""
-    if not metrics:
-        return together
-    left = together**-2 - sum((m.bound / m.std) ** 2 for m in metrics)
-    if left <= 0:
-        raise PlanError(f"the released metrics alone need more than the budget; their noise must exceed {together:g}")
-    return math.ceil(left**-0.5 * 1e5) / 1e5
 
 
 @lru_cache(maxsize=256)

@@ -6,10 +6,8 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
-from murmuration.accounting.ledger.heads import lost_charges
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.unit import RECORD
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
@@ -17,7 +15,7 @@ from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.privacy import Privacy
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.pixels import as_json
-from murmuration.train.recipe.ready_phase import ReadyPhase, make_plan
+from murmuration.train.recipe.ready_phase import ReadyPhase, plan_of_phase
 from murmuration.train.run.context import RunContext
 from murmuration.train.storage.model_note import described
 from murmuration.train.storage.sibling_runs import RunLog
@@ -32,9 +30,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     log = RunLog.of(phase.index, run.config.run.registry)
     if privacy is None:
         if not phase.settings.data.public:
-            with log.alone():
-                log.require_budget((run.writer.history.run_id,), None)
-                _register(run, phase, log, None, None)
+            run.enter_log(log, phase.name, None)
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
         declare_public_uses(run, phase)
         return None
@@ -44,14 +40,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         run.writer.declare_store(phase.number, host)
     if run.config.run.private_curves or run.folder.has_private_curves():
         run.writer.declare_private_curves()
-    seeded = run.writer.history.run["debug"]  # promises nothing, and shares its id with every run of this seed and name
-    for noted in [] if seeded else log.heads(run.writer.history.run_id):
-        run.writer.admit_lost(lost_charges(run.writer.ledger.entries, noted), run.new_segment)
-    with log.alone():
-        log.require_budget((run.writer.history.run_id,), run.writer.history.budget(), plan.unit)
-        _register(run, phase, log, plan.epsilon_budget, plan.delta, plan.unit)
-    if not seeded:
-        run.writer.witnesses[str(log)] = log.note
+    run.enter_log(log, phase.name, plan)
     return plan
 
 
@@ -69,21 +58,9 @@ def _declare_plan(run: RunContext, phase: ReadyPhase, privacy: Privacy) -> Priva
     known = run.writer.history.plans.get(phase.number)
     where, noise = f"phases.{phase.number}", run.config.run.noise
     units = run.contents(phase).get("units", "")
-    plan = make_plan(phase.settings, privacy, phase.n, where, known, noise, units)
+    plan = plan_of_phase(phase.settings, privacy, phase.n, where, known, noise, units)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
     return plan
-
-
-def _register(
-    run: RunContext, phase: ReadyPhase, log: RunLog, epsilon: float | None, delta: float | None, unit: str = RECORD
-) -> None:  # fmt: skip
-    history = run.writer.history
-    warning = log.register(
-        history.run_id, phase.name, run.name, epsilon, delta, unit,
-        **{"folder": str(run.folder.root.resolve()), "copied_from": history.ids[:-1], "signer": history.run["signer"]},
-    )  # fmt: skip
-    if warning is not None:
-        run.board.say(warning)
 
 
 def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:

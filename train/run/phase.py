@@ -11,7 +11,6 @@ from torch import nn
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import even_width
@@ -23,16 +22,17 @@ from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.config.optimizer import Carry
 from murmuration.train.config.phase import SolvedHead
 from murmuration.train.config.privacy import Privacy
+from murmuration.train.core import Computation
 from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
-from murmuration.train.engines.forward import PlainForward, PrivateForward
+from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import ProbedRate
-from murmuration.train.private import Computation, PrivateCore, clipping_engine
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.read_options import public_epochs, rank_plan, reading_options, with_stream_order
@@ -73,43 +73,41 @@ def train_privately(
     run: RunContext, phase: ReadyPhase, model: nn.Module, plan: PrivacyPlan, privacy: Privacy, loaded: Loaded | None,
     resumed: bool,
 ) -> None:  # fmt: skip
-    config, ranks, number, settings = run.config, run.ranks, phase.number, phase.settings
+    config, number, settings = run.config, phase.number, phase.settings
     done = loaded.position.step if loaded is not None and resumed else 0
     segment = _segment(run, phase, done)
     derive = run.derive(number, segment, done)
-    engine_settings, computation = EngineSettings.of(config), Computation.of(config.run)
-    rule = clip_rule(privacy, plan, config.micro_batch)
+    rule, own = clip_rule(privacy, plan, config.micro_batch), loaded if resumed else None
+    rate = probed_rate(phase, plan, own)
     with ExitStack() as at_end:
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
-        built = clipping_engine(
-            model, rule, settings.optimizer, plan.noise_std / plan.divisor, engine_settings, ranks, computation,
-            keeps_before=privacy.loss_probes is not None,
+        private = at_end.enter_context(
+            PrivatePhase(
+                plan, model, rule, settings.optimizer, derive, run.ranks, EngineSettings.of(config),
+                Computation.of(config.run), number=number, begun_after=segment.from_step, keeps_before=rate is not None,
+            )
         )  # fmt: skip
-        at_end.callback(built.engine.close)
-        _note_memory(run, phase, built.forward.kept_from_swap)
-        core = PrivateCore(plan, built.clip, built.engine, derive, ranks, computation.noise, segment.from_step)
-        proved = _prove(run, phase, core, segment, built.forward)
-        loader = _private_loader(run, phase, marking(reader, plan.held_out), core, segment, done, at_end)
+        _note_memory(run, phase, private.forward.kept_from_swap)
+        proved = _prove(run, phase, private, segment)
+        if settings.features is None:  # otherwise they were compared before features were computed
+            require_same_records(run, phase, segment, done, private.core.sampler())
+        loader = private.feed(reader, rank_plan(phase, run.ranks, config.micro_batch))
         mixing = None
         if phase.mixed is not None:
-            mixing = MixingEngine.of(run, phase, plan.divisor, built.engine, derive("public-order"))
+            mixing = MixingEngine.of(run, phase, plan.divisor, private.engine, derive("public-order"))
             at_end.callback(mixing.close_public)
-        own = loaded if resumed else None
-        records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
-        rate = probed_rate(phase, plan, own)
-        step = core.step(
-            number, run.journal, records, run.stop, stepping=mixing or built.engine,
-            first_norm=_first_norm(run, phase, plan, own), probes=rate.probes if rate is not None else None,
+        step = private.begin(
+            run.journal, run.stop, mixing=mixing, first_norm=_first_norm(run, phase, plan, own),
+            probes=rate.probes if rate is not None else None,
         )  # fmt: skip
-        at_end.callback(core.close)
-        _restore(loaded, resumed, built.engine, settings.optimizer.carry)
-        watching = watching_of(run, phase, built.engine, derive, built.clip, plan, step.norm)
+        _restore(loaded, resumed, private.engine, settings.optimizer.carry)
+        watching = watching_of(run, phase, private.engine, derive, private.clip, plan, step.norm)
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
         followed = step if rate is None else ProbedStep(step, rate)
-        unusable = _lister(run, phase, reader)
         trainer_of(
-            run, phase, followed, built.engine, pace, watching, plan, rule.bound, done, unusable, rate
+            run, phase, followed, private.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader),
+            rate,
         ).run(done)  # fmt: skip
 
 
@@ -210,29 +208,19 @@ def _pace(
     return Pace(records, public, synthetic, feed)
 
 
-def _private_loader(
-    run: RunContext, phase: ReadyPhase, reader: Reader, core: PrivateCore, segment: Segment, done: int,
-    at_end: ExitStack,
-) -> Loader[Any]:  # fmt: skip
-    if phase.settings.features is None:  # otherwise they were compared before features were computed
-        require_same_records(run, phase, segment, done, core.sampler())
-    return _loader(run, phase, reader, core.shared_sampler(), run.config.micro_batch, at_end)
-
-
-def _prove(
-    run: RunContext, phase: ReadyPhase, core: PrivateCore, segment: Segment, forward: PrivateForward
-) -> float:  # fmt: skip
+def _prove(run: RunContext, phase: ReadyPhase, private: PrivatePhase, segment: Segment) -> float:
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
-    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
-    ranks_per_copy = EngineSettings.of(run.config).ranks_per_copy
-    report = core.prove(synthetic, ranks_per_copy, run.config.micro_batch)
+    report = private.prove(
+        SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
+    )  # fmt: skip
     run.board.say(
         f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
-        f"{core.plan.noise_multiplier:.3f}), hostile records move the sum by at most {report.largest_hostile:.3f}·C, "
-        f"{report.written_out:.0%} of the synthetic records needed their gradients written out"
+        f"{private.plan.noise_multiplier:.3f}), hostile records move the sum by at most "
+        f"{report.largest_hostile:.3f}·C, {report.written_out:.0%} of the synthetic records needed their gradients "
+        "written out"
     )
     if run.ranks.device.type == "cuda":
-        run.board.note(phase.name, forward.about_graph())
+        run.board.note(phase.name, private.forward.about_graph())
     return report.records_per_second
 
 

@@ -13,19 +13,17 @@ import torch
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import html_sections
-from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.template import html_page
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
-from murmuration.train.private import ALLOWANCE, SECRET_FOLDER, WATCHED
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
 from murmuration.train.run.report_figures import answers_of, figure
 from murmuration.train.run.report_pictures import samples
-from murmuration.train.storage.certify import completed, earlier_certificate
+from murmuration.train.storage.certify import certify
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded
 from murmuration.train.storage.run_dir import RunDir, measurements
 from murmuration.train.storage.sibling_runs import RunLog
@@ -136,13 +134,6 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
 
 # After the last step: public captions, the certificate, the report, all of them from the durable checkpoint.
 
-DEVIATIONS = [
-    ALLOWANCE,
-    "Proved here on the devices listed under `machine`; kernels of other devices may round a record's gradient "
-    "depending on its row.",
-    WATCHED,
-    SECRET_FOLDER,
-]
 # Ledgers name the unit in the words of images.
 TEXTS = (
     "The records of this run are texts without images: its unit is one record's text, whatever of it the model reads, "
@@ -153,13 +144,14 @@ TEXTS = (
 def write_certificate(
     config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded, board: Board
 ) -> None:
-    journal.finish()
     shown = samples(phases, latest)
     run_dir.evaluation.write_text(json.dumps(shown) + "\n")
-    document = earlier_certificate(run_dir, journal.history, journal.ledger.entries)
-    if document is None:
-        document = _composed(config, phases, run_dir, journal, latest, board.times.day)
-    certificate.write(document, run_dir.root)
+    document = certify(
+        run_dir, journal, [RunLog.of(phase.index, config.run.registry) for phase in phases if phase.private],
+        lambda: _described(config, phases, latest, board.times.day),
+        lambda: [latest, *_best(config, run_dir, journal, latest)],
+        [TEXTS] if config.model.family == "gpt2" else [],
+    )  # fmt: skip
     write_report(run_dir, config, document, shown)
     told = certificate.markdown(document)
     board.certified(told, phases[latest.position.phase].name, latest.position.step, shown)
@@ -169,18 +161,12 @@ def write_certificate(
         board.say(text)
 
 
-def _composed(
-    config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded, day: str
-) -> dict[str, Any]:
+def _described(config: Config, phases: list[ReadyPhase], latest: Loaded, day: str) -> dict[str, Any]:
+    """What the ledger does not contain."""
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
     contents = {phase.name: phase.contents() for phase in phases}
     mixed = {name: found["mixed"] for name, found in contents.items() if "mixed" in found}
-    logs = _logs(config, phases)
-    siblings = _siblings(logs, journal)
-    extra: dict[str, Any] = {
-        "known_deviations": [*DEVIATIONS, TEXTS] if config.model.family == "gpt2" else DEVIATIONS,
-        # Where a sibling's folder lies is not published.
-        "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
+    return {
         "about": {"data": config.about.data, "owner": config.about.owner},
         "model": _model(config, latest),
         # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
@@ -194,13 +180,6 @@ def _composed(
             "checkpoint_manifest_sha256": latest.digest,
         },
     }
-    document = certificate.compose(journal.history, journal.ledger.entries, extra)
-    if (claimed := document["claim"]["epsilon_claimed"]) is not None and document["claim"]["private"]:
-        for log in logs:
-            log.claim(journal.history.run_id, claimed)
-        if others := known_runs(siblings):
-            document["composition"] = composed(journal.history, journal.ledger.entries, claimed, others)
-    return completed(run_dir, journal.history, document, [latest, *_best(config, run_dir, journal, latest)])
 
 
 def _model(config: Config, latest: Loaded) -> str:
@@ -218,19 +197,3 @@ def _best(config: Config, run_dir: RunDir, journal: Journal, latest: Loaded) -> 
     if not found or (entry := found[max(found)]).manifest_sha256 == latest.digest or entry.manifest_sha256 not in known:
         return []
     return [Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)]
-
-
-def _logs(config: Config, phases: list[ReadyPhase]) -> list[RunLog]:
-    return [RunLog.of(phase.index, config.run.registry) for phase in phases if phase.private]
-
-
-def _siblings(logs: list[RunLog], journal: Journal) -> list[dict[str, Any]]:
-    """Other runs on the records that this one protects; where this run could not be logged, neither could others."""
-    own = journal.history.run_id
-    found: dict[str, dict[str, Any]] = {}
-    for log in logs:
-        others = log.siblings({own})
-        if log.files and not log.knows(own):
-            others.append({"id": "unknown", "run": "no log of runs could be written, so other runs are not known"})
-        found |= {json.dumps(other, sort_keys=True): other for other in others}
-    return list(found.values())

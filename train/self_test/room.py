@@ -26,6 +26,22 @@ def require_room(engine: Engine, records: SyntheticRecords, micro_batch: int, ra
     raise too_large(micro_batch, engine.device, fitting)
 
 
+def largest_that_fits(engine: Engine, records: SyntheticRecords, most: int, ranks: Ranks) -> int:
+    """A power of two, or `most`; of a GPU, half of its memory is left to what a step needs besides."""
+    size = most
+    while size > 1 and not (_fits(engine, records, size, ranks) and _half_is_free(engine.device, ranks)):
+        size = 1 << (size - 1).bit_length() - 1
+    return size
+
+
+def _half_is_free(device: torch.device, ranks: Ranks) -> bool:
+    if device.type != "cuda":
+        return True
+    most = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return all(ranks.gather(2 * most <= torch.cuda.get_device_properties(device).total_memory))
+
+
 def too_large(micro_batch: int, device: torch.device, fitting: int = 0) -> RoomError:
     fix = (
         f"{fitting} fit: lower train_micro_batch_size_per_gpu (PrivateTraining: micro_batch)"

@@ -1,18 +1,84 @@
-"""The end of a run: the digests of weights that a certificate names, and its signature, while the key still exists."""
+"""The end of a run: its certificate, with the digests of the weights that it names, signed while the key exists."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.certificate.signature import fault_of, signed
 from murmuration.accounting.certificate.statement import uncovered
 from murmuration.accounting.certificate.weights import list_digest, write_lists
 from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.strict_json import parse
+from murmuration.train.clip.rule import RECORDS_AT_ONCE, rounding_allowance
 from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.sibling_runs import RunLog
+
+# Where this trainer deviates from the textbook, whatever is trained.
+
+ALLOWANCE = (
+    f"Sums of up to {RECORDS_AT_ONCE} records are added up in fp32 and may err by the allowance (at most "
+    f"{rounding_allowance(RECORDS_AT_ONCE):.1e}·C); C is lowered by it."
+)
+KERNELS = (
+    "Proved at every start on the devices listed under `machine`; kernels of other devices may round a record's "
+    "gradient depending on its row."
+)
+WATCHED = (
+    "Nobody watches the run: who sees the console, the files or the load of the machine while it lasts sees when steps "
+    "end, and so roughly how long their records took. What is kept does not tell it (rates were timed on synthetic "
+    "records, and files have the modification times that the run set), with two exceptions: at which step a start was "
+    "ended by a clock, by hand or by a failure, and the change times that the file system itself notes, which no copy "
+    "carries."
+)
+SECRET_FOLDER = "Everything is as private as the run directory's secret folder was while the run lasted."
+OF_THIS_TRAINER = (ALLOWANCE, KERNELS, WATCHED, SECRET_FOLDER)
+
+
+def certify(
+    run_dir: RunDir, journal: Journal, logs: Sequence[RunLog], describe: Callable[[], dict[str, Any]],
+    kept: Callable[[], list[Loaded]], deviations: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Ends the run's ledger and writes its certificate; a finished run's is written again as it was. `describe`: what
+    the ledger does not contain. `kept`: the checkpoints whose weights may be exported. `deviations`: what this kind of
+    run states besides."""
+    journal.finish()
+    history, entries = journal.history, journal.ledger.entries
+    document = earlier_certificate(run_dir, history, entries)
+    if document is None:
+        siblings = siblings_of(logs, history.run_id)
+        extra = describe() | {
+            "known_deviations": [*OF_THIS_TRAINER, *deviations],
+            # Where a sibling's folder lies is not published.
+            "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
+        }
+        document = certificate.compose(history, entries, extra)
+        if (claimed := document["claim"]["epsilon_claimed"]) is not None and document["claim"]["private"]:
+            for log in logs:
+                log.claim(history.run_id, claimed)
+            if others := known_runs(siblings):
+                document["composition"] = composed(history, entries, claimed, others)
+        document = completed(run_dir, history, document, kept())
+    certificate.write(document, run_dir.root)
+    return document
+
+
+def siblings_of(logs: Sequence[RunLog], own: str) -> list[dict[str, Any]]:
+    """Other runs on the records that this one protects; where this run could not be logged, neither could others."""
+    found: dict[str, dict[str, Any]] = {}
+    for log in logs:
+        others = log.siblings({own})
+        if log.files and not log.knows(own):
+            others.append({"id": "unknown", "run": "no log of runs could be written, so other runs are not known"})
+        found |= {json.dumps(other, sort_keys=True): other for other in others}
+    return list(found.values())
 
 
 def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerEntry]) -> dict[str, Any] | None:

@@ -25,12 +25,15 @@ from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import append, contains, lost_charges, read_heads
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import RecordDigests
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import parse, read
+from murmuration.accounting.unit import RECORD
 from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
 from murmuration.train.storage.checkpoint_read import ledger_of
 from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.sibling_runs import RunLog
 
 LOCK_WAIT_SECONDS = 60
 PUBLIC_SEGMENT = "public"
@@ -206,6 +209,26 @@ class OpenRun:
 
     def _opened_in(self, segment: Segment) -> bool:
         return any((s.phase, s.segment) == (segment.phase, segment.number) for s in self.writer.history.opened)
+
+    def enter_log(self, log: RunLog, phase: str, plan: PrivacyPlan | None) -> None:
+        """On the main rank: registers a phase in the log of all runs on its records, within their budget, and has the
+        log note the ledger from here on. `plan`: None for a phase without noise on private records."""
+        history = self.writer.history
+        seeded = history.run["debug"]  # promises nothing, and shares its id with every run of this seed and name
+        for noted in [] if seeded or plan is None else log.heads(history.run_id):
+            self.writer.admit_lost(lost_charges(self.writer.ledger.entries, noted), self.new_segment)
+        promised = (None, None) if plan is None else (plan.epsilon_budget, plan.delta)
+        unit = RECORD if plan is None else plan.unit
+        with log.alone():
+            log.require_budget((history.run_id,), None if plan is None else history.budget(), unit)
+            warning = log.register(
+                history.run_id, phase, self.name, *promised, unit, folder=str(self.folder.root.resolve()),
+                copied_from=history.ids[:-1], signer=history.run["signer"],
+            )  # fmt: skip
+        if warning is not None:
+            self.say(warning)
+        if plan is not None and not seeded:
+            self.writer.witnesses[str(log)] = log.note
 
     def latest(self, measured: CheckpointMeasure = nothing_measured) -> Loaded | None:
         """The last durable checkpoint; refused if it does not belong to this ledger, or the ledger ends before it."""

@@ -1,0 +1,158 @@
+"""Makes a plan from what was asked for: the numbers that follow from others, and σ where a budget was given instead.
+
+The config's phases, the library, the planner and audits all make their plans here, so that the same request gives the
+same plan, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from murmuration.accounting.banded import BandedNoise, best_banded
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.plan import (
+    CURVATURE,
+    GRID_GROWTH,
+    SLOPE,
+    PlanError,
+    PlannedMetric,
+    PrivacyPlan,
+    Sampling,
+    draws_for,
+    parse_delta,
+    rate_of,
+    require_together,
+    turns_for,
+)
+from murmuration.accounting.tan import stand_in
+from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
+
+
+@dataclass(frozen=True)
+class AdaptiveRequest:
+    """C follows a quantile of the gradient norms; it stays between norm / span and norm · span."""
+
+    quantile: float
+    learning_rate: float
+    span: float
+    noise_multiplier: float | None = None
+    """Noise on the count of clipped records, in units of the 1/2 that one record adds; None: a tenth of the batch."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a user decides about one private phase."""
+
+    records: int
+    """Or units of several records: whatever is drawn and protected."""
+    expected_batch: float
+    steps: int
+    epsilon: float
+    delta: float | str | None = None
+    noise_multiplier: float | None = None
+    """None: the least that keeps to epsilon."""
+    clip_norm: float = 1.0
+    adaptive: AdaptiveRequest | None = None
+    sampling: Sampling = "poisson"
+    bands: int = 1
+    horizon: int | None = None
+    """The steps over which correlated noise adds up least; None: all."""
+    exact: bool = False
+    metrics: tuple[PlannedMetric, ...] = ()
+    """Released besides what adaptive clipping and loss probes need."""
+    loss_probes: tuple[float, float] | None = None
+    """Their bound, and the noise on either sum in units of it."""
+    held_out: float | None = None
+    units: Unit | None = None
+    views: int = 1
+    tan: float | None = None
+    """What batch and noise are divided by in a TAN simulation."""
+
+    @property
+    def mechanisms(self) -> frozenset[str]:
+        """As `plan.APART` names them."""
+        chosen = {
+            "bands": self.bands > 1,
+            "allocation": self.sampling == "allocation",
+            "exact": self.exact,
+            "adaptive": self.adaptive is not None,
+            "held_out": self.held_out is not None,
+            "metrics": bool(self.metrics) or self.loss_probes is not None,
+            "units": self.units is not None,
+            "tan": self.tan is not None,
+        }
+        return frozenset(name for name, given in chosen.items() if given)
+
+    def released(self) -> tuple[PlannedMetric, ...]:
+        """All that is released with the gradient."""
+        found = list(self.metrics)
+        if self.loss_probes is not None:
+            bound, noise = self.loss_probes
+            found += [PlannedMetric(name, bound, bound * noise) for name in (SLOPE, CURVATURE)]
+        if self.adaptive is not None:
+            counted = self.adaptive.noise_multiplier or self.expected_batch / 10
+            found.append(PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted))
+        return tuple(found)
+
+
+def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> PrivacyPlan:
+    """`known`: the plan that a ledger has frozen for this phase. Where it answers the same request, its σ and its
+    matrix are kept: another processor may find ones that differ in the last digit."""
+    require_together(request.mechanisms)
+    threshold, slots = draws_for(
+        request.sampling, request.records, request.expected_batch, request.steps, request.bands
+    )
+    delta, metrics = parse_delta(request.delta, request.records), request.released()
+    growth = GRID_GROWTH if request.exact else 0.0
+    adaptive = None
+    if (asked := request.adaptive) is not None:
+        lowest, highest = request.clip_norm / asked.span, request.clip_norm * asked.span
+        adaptive = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
+    fixed: dict[str, Any] = dict(
+        records=request.records, threshold=threshold, clip_norm=request.clip_norm, steps=request.steps, delta=delta,
+        epsilon_budget=request.epsilon, metrics=metrics, adaptive=adaptive, held_out=request.held_out,
+        grid_growth=growth, banded=_banded(request, known), views=request.views, units=request.units,
+        unit=unit_in_words(request.units), adjacency=adjacency_in_words(request.units), slots=slots,
+    )  # fmt: skip
+    sigma = request.noise_multiplier
+    if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
+        sigma = known.noise_multiplier
+    if sigma is None:
+        turns = turns_for(request.steps, request.bands, slots)
+        together = calibrate_sigma(rate_of(threshold, slots), turns, request.epsilon, delta, slots=slots)
+        sigma = _share_of_gradient(enlarged(together, growth), metrics)
+    plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
+    return plan if request.tan is None else stand_in(plan, request.tan)
+
+
+def most_steps(request: PlanRequest) -> int:
+    """How many steps the budget lasts for at the request's noise multiplier, whatever its own `steps` are."""
+    one_turn = make_plan(replace(request, steps=request.bands))
+    turns = calibrate_steps(
+        one_turn.sampling_rate, one_turn.effective_noise_multiplier, one_turn.epsilon_budget, one_turn.delta
+    )
+    return request.bands * turns
+
+
+def _banded(request: PlanRequest, known: PrivacyPlan | None) -> BandedNoise | None:
+    if request.bands == 1:
+        return None
+    horizon = request.horizon or request.steps
+    kept = known.banded if known is not None else None
+    if kept is not None and (kept.bands, kept.horizon) == (request.bands, horizon):
+        return kept
+    return best_banded(request.bands, horizon)
+
+
+def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> float:
+    """The gradient's noise multiplier such that gradient and metrics, which are one event, have the noise multiplier
+    `together`."""
+    if not metrics:
+        return together
+    left = together**-2 - sum((m.bound / m.std) ** 2 for m in metrics)
+    if left <= 0:
+        raise PlanError(f"the released metrics alone need more than the budget; their noise must exceed {together:g}")
+    return math.ceil(left**-0.5 * 1e5) / 1e5

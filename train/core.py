@@ -1,0 +1,177 @@
+"""The core of a private phase: the model in an engine that sums its clipped gradients, and the private step of one plan
+under one set of keys. It knows no config, no run directory and no certificate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from murmuration.accounting.keys import Derive, Purpose
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PlanError, PrivacyPlan
+from murmuration.data.draw.allocation import AllocationSampler
+from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
+from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
+from murmuration.train.clip.choose import make_clip
+from murmuration.train.clip.engine import ClipEngine, Precision
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.config.root import NoiseKind, Run
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.engines.base import Engine
+from murmuration.train.engines.choose import EngineSettings, make_engine
+from murmuration.train.engines.forward import PrivateForward
+from murmuration.train.engines.held_out import HeldOutAccuracy
+from murmuration.train.engines.loss_probes import LossProbes
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm
+from murmuration.train.noise.aes import AESNoise, Noise
+from murmuration.train.noise.chacha import ChaChaNoise
+from murmuration.train.noise.correlated import CorrelatedNoise
+from murmuration.train.noise.exact import ExactNoise
+from murmuration.train.noise.metrics import MetricRelease
+from murmuration.train.noise.prefetch import NoiseAhead
+from murmuration.train.optim.base import FlatOptimizer
+from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.torch_optimizer import MakeOptimizer
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.room import require_room, too_large
+from murmuration.train.self_test.self_test import SelfTestReport, self_test
+from murmuration.train.step import PrivateStep, Records
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How clipped sums and noise are computed; every choice keeps the promise."""
+
+    clip_engine: Literal["book-keeping", "reference", "opacus"] = "book-keeping"
+    clip_memory: Literal["lean", "fast"] = "lean"
+    precision: Precision = "fp32"
+    noise: NoiseKind = "aes"
+    # It shapes no release, so it is no part of a training's identity.
+    cuda_graph: Literal["auto", "off"] = field(default="auto", repr=False)
+
+    @staticmethod
+    def of(run: Run) -> Computation:
+        return Computation(run.clip_engine, run.clip_memory, run.precision, run.noise, run.cuda_graph)
+
+
+@dataclass(frozen=True)
+class ClippingEngine:
+    """A model in an engine that sums its clipped gradients."""
+
+    clip: ClipEngine
+    forward: PrivateForward
+    optimizer: FlatOptimizer
+    engine: Engine
+
+
+def clipping_engine(
+    model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, gradient_noise: float,
+    engine: EngineSettings, ranks: Ranks, computation: Computation,
+    around_clip: Callable[[ClipEngine], ClipEngine] | None = None, make: Callable[..., Engine] = make_engine,
+    keeps_before: bool = False,
+) -> ClippingEngine:  # fmt: skip
+    """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
+    `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
+    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory)
+    if around_clip is not None:
+        clip = around_clip(clip)
+    # What an audit puts around a clip engine may act on the host, which a recording would leave out.
+    forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
+    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
+    flat.keeps_before = keeps_before
+    return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
+
+
+GENERATORS = {"aes": AESNoise.generator, "chacha20": ChaChaNoise.generator, "exact": ExactNoise.generator}
+
+
+class PrivateCore:
+    """The private step of one plan under one set of keys. `prove` comes before anything else touches the engine."""
+
+    def __init__(
+        self, plan: PrivacyPlan, clip: ClipEngine, engine: Engine, derive: Derive, ranks: Ranks,
+        noise: NoiseKind = "aes", begun_after: int = 0,
+    ) -> None:  # fmt: skip
+        """`begun_after`: the step after which the segment of the keys begins."""
+        self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
+        if noise not in GENERATORS:
+            raise PlanError(f"noise {noise!r} is none of {', '.join(GENERATORS)}")
+        if (noise == "exact") != (plan.grid_growth > 0):
+            raise PlanError("the noise is exact if and only if the plan charges for its grid (`grid_growth`)")
+        self._derive, self._noise, self._begun_after = derive, noise, begun_after
+        self._ahead: NoiseAhead | None = None
+
+    def prove(self, synthetic: SyntheticRecords, ranks_per_copy: int, micro_batch: int) -> SelfTestReport:
+        noise = self.noise("self-test", begun_after=0)
+        if self.engine.device.type == "cuda":
+            require_room(self.engine, synthetic, micro_batch, self.ranks)
+        try:
+            return self_test(self.engine, self.clip, noise, ranks_per_copy, synthetic, micro_batch, self.ranks)
+        except torch.OutOfMemoryError:  # the optimizer's state and the sums that are compared come on top
+            raise too_large(micro_batch, self.engine.device) from None
+
+    def noise(self, purpose: Purpose, begun_after: int | None = None) -> Noise:
+        key = self._derive(purpose)
+        if self._noise == "exact":
+            return ExactNoise.of(key, self.plan, self.engine.trainable_elements)
+        draws = (ChaChaNoise if self._noise == "chacha20" else AESNoise).of(key, self.plan)
+        if self.plan.banded is None:
+            return draws
+        first = (self._begun_after if begun_after is None else begun_after) + 1
+        return CorrelatedNoise(draws, self.plan.banded, first)
+
+    @property
+    def generator(self) -> str:
+        return GENERATORS[self._noise]
+
+    def sampler(self) -> PoissonSampler | AllocationSampler:
+        keys = self._derive("sampling"), self._derive("sampling-digest")
+        if self.plan.slots > 1:
+            return AllocationSampler(*keys, self.plan.records, self.plan.slots)
+        return PoissonSampler(*keys, self.plan.records, self.plan.threshold, self.plan.bands)
+
+    def shared_sampler(self) -> Sampler[Draw]:
+        """The same draws; among many records, each rank draws a part. All ranks call this together."""
+        ranks = self.ranks
+        if ranks.world == 1 or self.plan.records < SHARED_FROM:
+            return self.sampler()
+        return SharedSampler(self.sampler(), ranks.rank, ranks.world, ranks.gather_apart())
+
+    def step(
+        self, phase: int, journal: Journal | None, records: Records[Draw], stop: StopRequest, *,
+        stepping: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
+        probes: Callable[[int], bool] | None = None,
+    ) -> PrivateStep:  # fmt: skip
+        """`stepping` is the engine with what may be mixed into its updates; `first_norm` is C of the next step where C
+        adapts; `probes`: which steps also measure the loss along the last move; an audit may give a `noise` of its
+        own."""
+        if noise is None:
+            noise = self.noise("noise")
+            if isinstance(noise, AESNoise) or (isinstance(noise, CorrelatedNoise) and self._noise == "aes"):
+                fragments = [fragment for shard in self.engine.shards() for fragment in shard.fragments]
+                noise = self._ahead = NoiseAhead(noise, fragments)
+        metrics = norm = None
+        if self.plan.metrics:
+            make = ExactNoise.of_metric if self._noise == "exact" else AESNoise.of_metric
+            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, make)
+        if self.plan.adaptive is not None and metrics is not None:
+            assert first_norm is not None, "the ledger knows the clipping norm of the next step"
+            norm = AdaptiveNorm(self.plan, first_norm)
+        if self.plan.held_out is not None and metrics is not None:
+            records = Records(records.draw, HeldOutAccuracy(self.engine, metrics).around(records.micro_batches))
+        if probes is not None and metrics is not None:
+            measured = LossProbes(self.engine, metrics, self.ranks, probes).around(records.micro_batches)
+            records = Records(records.draw, measured)
+        engine = stepping or self.engine
+        return PrivateStep(phase, journal, records, self.clip, noise, engine, self.ranks, stop, metrics, norm)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()

@@ -1,0 +1,601 @@
+"""Private training as a library: a module and records of one's own, with the same proof, ledger and certificate as a
+recipe.
+
+    settings = murmuration.Settings(
+        privacy=murmuration.Privacy(epsilon=4, expected_batch=200), steps=100,
+        dataset="faces, version 1", run_dir="runs/faces",
+    )
+    with murmuration.PrivateTraining(Net, dataset, settings, schedule=1e-3, example=public_batch) as training:
+        for step in training:
+            ...
+        print(training.finish())
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from murmuration.accounting.adaptive import AdaptiveError
+from murmuration.accounting.banded import BandedError
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.keys import destroy, hkdf, load
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.ledger.lines import NAMED, PublicUse
+from murmuration.accounting.make_plan import make_plan
+from murmuration.accounting.plan import PlanError, PrivacyPlan, require_together
+from murmuration.accounting.unit import Unit
+from murmuration.data.batch.dataset import as_inputs, as_read
+from murmuration.data.batch.function_reader import FunctionReader
+from murmuration.data.batch.slot_rows import SlotRows, UnitReduce
+from murmuration.data.index.units import UnitTable
+from murmuration.train.clip.isolated import kept_of_records
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.config.privacy import Privacy
+from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.core import Computation, clipping_engine
+from murmuration.train.distributed.process import quiet_libraries
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.stop import Stopped, StopRequest
+from murmuration.train.engines.base import evaluating, modes_of
+from murmuration.train.engines.choose import EngineSettings, start_ranks
+from murmuration.train.optim.probed_rate import STATE, ProbedRate
+from murmuration.train.optim.rates import rates_of
+from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
+from murmuration.train.planner.drowned import drowned
+from murmuration.train.private_phase import PrivatePhase
+from murmuration.train.run.board import Board, Pace
+from murmuration.train.self_test.held import Held
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.room import largest_that_fits
+from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
+from murmuration.train.start import Public, started
+from murmuration.train.step import StepSummary
+from murmuration.train.storage.bad_records import BadRecordList
+from murmuration.train.storage.certify import certify
+from murmuration.train.storage.checkpoint import Keep, Position
+from murmuration.train.storage.checkpoint_read import Loaded
+from murmuration.train.storage.micro_batch_file import keep, kept
+from murmuration.train.storage.open_run import open_run
+from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.sibling_runs import LOG, RunLog
+
+PHASE, NAME = 0, "training"
+Data = Any
+"""A torch.utils.data.Dataset or anything with len() and []; or a function `read`, given `records`."""
+NUMBERS = (
+    "In an epoch of random allocation, or a block of steps with correlated noise, a record takes part once, by its "
+    "number, and the run was continued within one: that the program gave each record the same number as before is its "
+    "own word (`order`)."
+)
+RESTORED = (
+    "This run has no log outside its directory. Its secret file tells how long the ledger is and loses the keys of "
+    "each step before the step's weights can be seen, so a ledger or a secret folder that is restored alone is "
+    "refused. A whole run directory that is restored in place (secret folder, ledger and checkpoints together) cannot "
+    "be told from the original: its steps may then be made again under the same keys, and are charged once."
+)
+NO_LOG = "The records are known by the name and number that the program gave them; other runs on them are not known."
+LOGGED = (
+    "The records are known by the name and number that the program gave them; other runs on them are those that were "
+    "told the same `registry`."
+)
+DEVIATIONS = [
+    "The training loop is a program of the user's own: what it computes from private records beside the private step, "
+    "or makes of the summaries that steps return, is not covered.",
+    "The model is the user's own. Its forward() was given one record at a time, by construction, and could write "
+    "nothing of it into a tensor that records share. Weights, buffers and the attributes of its modules were compared "
+    "before and after every step; what it may keep elsewhere in Python (a global list, a file), or do through private "
+    "interfaces of PyTorch, was not looked at.",
+]
+
+
+@dataclass(frozen=True)
+class Units:
+    """The unit that is protected, where that is not a record: all records for which `of` has the same value."""
+
+    by: str
+    """What they have in common, in a word: "patient"."""
+    of: Sequence[object] | np.ndarray = field(repr=False)
+    """The unit of each record, in the order of their numbers. Private."""
+    rows: int = 1
+    """The most records of a unit that a step takes."""
+    reduce: UnitReduce = "mean"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training is asked for, and how and where it runs. `privacy` has the same keys as in a config."""
+
+    privacy: Privacy
+    dataset: str
+    """A name and version of the records: a run is continued with records of the same name alone."""
+    run_dir: str | Path
+    steps: int | None = None
+    epochs: float | None = None
+    """Give one of steps and epochs."""
+    micro_batch: int | Literal["auto"] = "auto"
+    """Records that a rank computes at a time."""
+    engine: Literal["local", "deepspeed", "fsdp2"] = "local"
+    zero: ZeroOptimization = field(default_factory=ZeroOptimization)
+    shard_over: int | None = None
+    """With FSDP2: the ranks of one copy of the weights; None: all."""
+    computation: Computation = field(default_factory=Computation)
+    checkpoint_every: int = 100
+    """Steps from one checkpoint to the next, in `for step in training`."""
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    order: str | None = None
+    """With allocation or correlated noise, any text that changes if a record's number does, such as a digest of their
+    names in order. An epoch or a block is gone on with only if it is the same at every opening; without it, every
+    opening begins a new one under new keys, and the one that was broken off stays charged."""
+    registry: str | Path | None = None
+    """A folder for the log of all runs on these records, which holds them to a budget and lists them in certificates;
+    the same one in all of them."""
+    public: Mapping[PublicUse, str] = field(default_factory=dict)
+    """What else is used without noise, by the name of its records: {"evaluation": "MNIST test, version 1"}. Your word
+    that nobody's privacy depends on them, which the certificate repeats."""
+    about_data: str | None = None
+    about_owner: str | None = None
+    keep_key: bool = False
+    debug_seed: int | None = None
+    new_segment: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise PlanError("give either steps or epochs")
+        mechanisms = self.privacy.mechanisms | ({"exact"} if self.computation.noise == "exact" else set())
+        require_together(mechanisms | ({"keep_key"} if self.keep_key else set()))
+
+
+class Losses(nn.Module):
+    """A module and the function of its losses, as one module, in which the module is `inner`."""
+
+    def __init__(self, inner: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        super().__init__()
+        self.inner, self._loss = inner, loss
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The loss sees a batch as its dataset has items: a dict, or a tuple."""
+        places = [str(place) for place in range(len(inputs))]
+        batch: Any = tuple(inputs[place] for place in places) if set(places) == set(inputs) else inputs
+        found = self._loss(self.inner, batch)
+        return found if found.dim() else found.reshape(1)
+
+
+INNER = "inner."
+MOST_ON_PROCESSORS = 64
+
+
+class PrivateTraining:
+    """Trains a model with (ε, δ)-DP for one record, from the run directory's last checkpoint on.
+
+    `model(inputs)` returns one loss per record; or `loss(model, batch)` does. `data` is a map-style Dataset whose items
+    are dicts or tuples of tensors; or a function `read(number)`, whose number is an array of one, that returns dicts of
+    tensors with one row. It is asked by one thread at a time. A record for which it raises anything is absent, n stays
+    what it is, and the reason goes to the run directory's `logs/private`.
+
+    Each step spends part of the budget when it begins. Weights may be looked at at any time; so the keys of a step are
+    gone when it returns, and after a crash, steps since the last checkpoint are not replayed: they stay charged, new
+    keys are used, and the last steps may be refused (BudgetSpent). A ledger, or a secret folder, that was restored from
+    a backup is refused (LedgerError). On several processes every rank runs the same program; a launcher starts them.
+    """
+
+    def __init__(
+        self, model: nn.Module | Callable[[], nn.Module], data: Data, settings: Settings, *,
+        optimizer: Optimizer | MakeOptimizer = torch.optim.AdamW, schedule: Any = None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None, start: str | Path | Public | None = None,
+        example: Any = None, synthetic: Callable[[int, int], dict[str, Tensor]] | None = None,
+        records: int | None = None, units: Units | None = None, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
+        """`model`: a module, or better the function that makes it, whose random weights are then shown to be random.
+        `optimizer`: a class of torch.optim or a function that makes one, or a murmuration.Optimizer. `schedule`: a
+        learning rate, a function of the step, a murmuration.Schedule or a torch.optim.lr_scheduler; None: the
+        optimizer's own rate. `start`: where the initial weights come from: None for random ones, a run directory or an
+        export to read them from, or Public("why"). `example`: one public item of the data's form, for the self-test; or
+        `synthetic(size, seed)`, which makes random ones. `records`: how many there are, for a function `read`.
+        `ranks`: None joins those that a launcher started."""
+        quiet_libraries()
+        self.settings, privacy = settings, settings.privacy
+        read, n = as_read(data, records)
+        self._table = None if units is None else UnitTable.of_names(units.by, units.of)
+        if units is not None and len(units.of) != n:
+            raise PlanError(f"units.of has {len(units.of)} values for {n} records; give the unit of each record")
+        self._units, self._read = units, read
+        self._rows = rows = privacy.views * (1 if units is None else units.rows)
+        self._n = n if self._table is None else self._table.count
+        if (synthetic is None) == (example is None):
+            raise PlanError("the self-test needs to know what records look like; give either synthetic= or example=")
+        if synthetic is not None:
+            self._synthetic = SyntheticRecords(synthetic, rows=rows)
+        else:  # a function returns rows, a dataset items
+            self._synthetic = SyntheticRecords.like(dict(example) if callable(data) else as_inputs(example), rows)
+        self.ranks = ranks or start_ranks(settings.engine, settings.shard_over)
+        self._started = begun = started(model, start)
+        self.model = begun.model
+        """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
+        self._model = self.model if loss is None else Losses(self.model, loss)
+        self._optimizer, batch = optimizer, min(privacy.expected_batch, self._n)
+        steps = settings.steps or math.ceil((settings.epochs or 1) * self._n / batch)
+        self._rates = rates_of(schedule, optimizer, steps)
+        folder = RunDir(Path(settings.run_dir))
+        self._run = open_run(
+            folder, folder.root.name, self.ranks, Keep(settings.keep_checkpoints),
+            {name: version(name) for name in ("torch", "dp-accounting")}, debug_seed=settings.debug_seed,
+            new_segment=settings.new_segment, record_digests=NAMED,
+        )  # fmt: skip
+        self._data = hashlib.sha256(json.dumps([settings.dataset, n]).encode()).hexdigest()
+        self._log = RunLog(()) if settings.registry is None else RunLog((Path(settings.registry) / LOG,))
+        self.done = self.saved = 0
+        self._phase: PrivatePhase | None = None
+        self._failed: int | None = None
+        self._held: Held | None = None
+        self._kept = set[int]()
+        self._board: Board | None = None
+        self._busy = threading.Lock()
+        try:
+            self._loaded = self._run.latest() if self._run.secret is not None else None
+            self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declared(steps, batch))
+            if self._run.secret is not None:  # else finished: nothing is drawn any more
+                self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _declared(self, steps: int, batch: float) -> PrivacyPlan:
+        """On the main rank: the plan and what else the ledger must know before the first step."""
+        writer, settings, units = self._run.writer, self.settings, self._units
+        known = writer.history.plans.get(PHASE)
+        unit = None
+        if units is not None and self._table is not None:
+            # Keyed: who belongs together is as private as the records.
+            table = hkdf(self._run.key.secret, f"units|{self._table.digest}").hex() if self._run.secret else None
+            was = known.units.table if known is not None and known.units is not None else ""
+            unit = Unit(units.by, units.rows, units.reduce, table or was)
+        request = replace(
+            settings.privacy.request(self._n, steps, exact=settings.computation.noise == "exact"),
+            expected_batch=batch,
+            units=unit,
+        )
+        try:
+            plan = make_plan(request, known)
+        except (AdaptiveError, BandedError) as error:
+            raise PlanError(str(error)) from None
+        floor = isinstance(self._optimizer, Optimizer) and self._optimizer.params.noise_floor is not None
+        require_together(plan.mechanisms | ({"noise_floor"} if floor else set()))
+        weights = sum(each.numel() for each in self._model.parameters() if each.requires_grad)
+        if (warning := drowned(plan, weights, settings.privacy.noise_multiplier is None)) is not None:
+            self._run.say(f"warning: {warning}")
+        writer.declare_plan(PHASE, NAME, plan, describe("pld"))
+        if self._loaded is None and not writer.history.finished:
+            self._started.declare(writer, PHASE, self._data)
+        for use, name in settings.public.items():
+            if name == settings.dataset:
+                raise PlanError(f"public: {name!r} is what this run protects; name other records")
+            writer.declare_public(PHASE, use, hashlib.sha256(name.encode()).hexdigest())
+        if not writer.history.finished:
+            self._run.enter_log(self._log, NAME, plan)
+        return plan
+
+    def _build(self) -> None:
+        settings, privacy = self.settings, self.settings.privacy
+        if self._loaded is not None:
+            self.done = self.saved = self._loaded.position.step
+            self._model.load_state_dict(self._loaded.state_dict(self._model.state_dict()))
+        rule = ClipRule.of(self.plan, privacy.clip.kind, privacy.clip.gamma, 1, privacy.clip.grouping)
+        micro_batch = settings.micro_batch
+        if micro_batch == "auto":
+            micro_batch = self.ranks.on_main(lambda: kept(self._run.folder.root)) or self._fitting(rule)
+            self.ranks.on_main(lambda: keep(self._run.folder.root, micro_batch))
+        self._engine_settings = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
+        rule = ClipRule.of(self.plan, privacy.clip.kind, privacy.clip.gamma, micro_batch, privacy.clip.grouping)
+        optimizer = self._optimizer
+        named = optimizer.model_dump() if isinstance(optimizer, Optimizer) else described(optimizer)
+        shapes = {name: list(each.shape) for name, each in self._model.named_parameters()}
+        identity = [type(self.model).__qualname__, shapes, repr(rule), named, repr(settings.computation), micro_batch]
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self.ranks.require_same("the model and the arguments of the training", digest)
+        segment = self.ranks.on_main(
+            lambda: self._run.segment(
+                PHASE, NAME, digest, self._data, self.done, "their weights may have been seen", self._why_anew()
+            )
+        )
+        self._modes = modes_of(self._model)
+        self._phase = PrivatePhase(
+            self.plan, self._model, rule, optimizer, self._run.derive(PHASE, segment, self.done), self.ranks,
+            self._engine_settings, settings.computation, begun_after=segment.from_step,
+            keeps_before=privacy.loss_probes is not None,
+        )  # fmt: skip
+        self._unit_key = self._run.derive(PHASE, segment)("augmentation") if self._table is not None else b""
+        self.ranks.on_main(lambda: self._run.remember(self._order))
+
+    def _fitting(self, rule: ClipRule) -> int:
+        """The largest micro-batch that fits: on processors, more rows fill no more of their vector units."""
+        most = max(1, math.ceil(self.plan.divisor / self.ranks.world))
+        if self.ranks.device.type != "cuda":
+            return min(most, max(1, MOST_ON_PROCESSORS // self._rows))
+        whole = EngineSettings()  # a shard of it needs less
+        trial = clipping_engine(
+            copy.deepcopy(self._model), rule, Optimizer(), 0.0, whole, self.ranks, self.settings.computation
+        ).engine  # fmt: skip
+        try:
+            return largest_that_fits(trial, self._synthetic, most, self.ranks)
+        finally:
+            trial.close()
+
+    @property
+    def _order(self) -> str | None:
+        return None if self.settings.order is None else hashlib.sha256(self.settings.order.encode()).hexdigest()
+
+    def _why_anew(self) -> str | None:
+        """Why an epoch or a block that was begun is not gone on with: records take part in it once, by number."""
+        if self.plan.bands > 1 and (self._order is None or self.done % self.plan.bands):
+            return "the keys of a block's earlier steps are gone, and later ones need them"
+        if self.plan.slots > 1 and (self._order is None or load(self._run.folder.key).order != self._order):
+            return "the program does not say, or not the same, in which order it numbers the records"
+        return None
+
+    @property
+    def phase(self) -> PrivatePhase:
+        if self._phase is None:
+            raise LedgerError(f"the run in {self._run.folder.root} is finished; give another run_dir to train again")
+        return self._phase
+
+    def prove(self) -> SelfTestReport:
+        """The self-test, after which steps can be taken.
+
+        By construction, whatever the module: `forward()` is given one record at a time, so that no loss and no gradient
+        depends on another record, and nothing of a record can be written into a tensor that records share. A module
+        that needs more is refused here, in a sentence. Tested, on synthetic records and on values that often mean
+        something of their own: clipped, noised once, bounded, all trained, nothing kept.
+        """
+        phase, run, privacy = self.phase, self._run, self.settings.privacy
+        if phase.made is not None:
+            raise SelfTestError("prove() has passed already; take the steps")
+        self._kept = before = kept_of_records()
+        report = phase.prove(self._synthetic)
+        if self._loaded is not None:
+            self._loaded.restore_optimizer(phase.engine)
+        if kept := kept_of_records() - before:
+            raise SelfTestError(
+                f"{len(kept)} tensors of the self-test's records are still held somewhere; let forward() keep nothing, "
+                "not in a list outside the model either"
+            )
+        self._modes, self._held = modes_of(self._model), Held.by(self._model)
+        units = self._units
+        slots = SlotRows(views=privacy.views)
+        if units is not None:
+            slots = SlotRows(self._table, units.rows, units.reduce, privacy.views, self._unit_key)
+        self._reader = reader = FunctionReader(self._read, self._synthetic.make(1, 0), slots)
+        self.ranks.on_main(lambda: reader.try_first(self._n))
+        self._bad = BadRecordList(run.folder, self.ranks.rank)
+        self._stop = StopRequest(run.folder.stop_file)
+        phase.feed(reader)
+        norm = None
+        if self.plan.adaptive is not None:
+            at = None if self._loaded is None else self._loaded.digest
+            norm = self.ranks.on_main(lambda: run.writer.clip_norm_after(PHASE, self.done, at))
+        self._probed = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
+        phase.begin(
+            run.journal, self._stop, first_norm=norm, probes=None if self._probed is None else self._probed.probes
+        )  # fmt: skip
+        self._pace = Pace(self.plan.divisor, public=False, synthetic=report.records_per_second)
+        return report
+
+    def steps(self) -> range:
+        """The numbers of the steps that are left."""
+        return range(self.done + 1, self.plan.steps + 1 if self._phase is not None else self.done + 1)
+
+    def step(self, number: int, learning_rate: float | None = None) -> StepSummary:
+        """One private step, at the schedule's learning rate unless another is given. What it returns is PRIVATE: losses
+        and norms of the drawn records, without noise."""
+        phase = self.phase
+        if phase.made is None:
+            raise SelfTestError("no step is taken before prove() has passed; call it first")
+        if not self._busy.acquire(blocking=False):
+            raise LedgerError("another thread is making a step; make one at a time")
+        try:
+            return self._one_step(phase, number, self._rates(number) if learning_rate is None else learning_rate)
+        finally:
+            self._busy.release()
+
+    def __iter__(self) -> Iterator[int]:
+        """Proves if that was not done, and makes the steps that are left; yields the number of each. Saves, and shows
+        the progress with ε of the budget, as the settings say."""
+        if self._phase is None:
+            return
+        if self.phase.made is None:
+            report = self.prove()
+            self._run.say(
+                f"self-test passed: σ measured {report.measured_sigma:.3f} (planned {self.plan.noise_multiplier:.3f}), "
+                f"hostile records move the sum by at most {report.largest_hostile:.3f}·C"
+            )
+        board = self._board = self._board or Board(self._run.folder, self.ranks.main, self._run.checkpoints.times)
+        steps, every = self.plan.steps, self.settings.log_every
+        for number in self.steps():
+            released = self.step(number).released
+            if released:  # noised and charged; the step's keys are gone, so it is never made again
+                board.public(NAME, number, released)
+            if number % every == 0 or number == steps:
+                spent, rate = self.epsilon(), self._rates(number)
+                board.public(NAME, number, {"lr": rate, "epsilon": spent})
+                line = f"step {number}/{steps}  lr {rate:.2e}  ε {spent:.3f} of {self.plan.epsilon_budget:g}"
+                board.progress(f"{line}  {self._pace.line(number, steps)}", number, steps)
+            if number % self.settings.checkpoint_every == 0 or number == steps:
+                self.save()
+            yield number
+
+    def evaluate(self, measure: Callable[[nn.Module], Mapping[str, float]]) -> dict[str, float]:
+        """Saves, and only then measures: `measure(model)` in evaluation mode and without gradients, on public records.
+        Its numbers go to TensorBoard and the public log."""
+        if self.saved != self.done or not self.done:
+            self.save()
+        whole = self.phase.engine.plain_model() if self.phase.engine.partitioned else self._model
+        assert whole is not None
+        inner = whole.inner if isinstance(whole, Losses) else whole
+        with evaluating(inner), torch.no_grad():
+            found = {name: float(value) for name, value in measure(inner).items()}
+        board = self._board = self._board or Board(self._run.folder, self.ranks.main, self._run.checkpoints.times)
+        board.public(NAME, self.done, found)
+        return found
+
+    def _one_step(self, phase: PrivatePhase, number: int, learning_rate: float) -> StepSummary:
+        self._require_sound()
+        if number != self.done + 1:
+            raise LedgerError(f"step {number} was asked for after step {self.done}; take the steps that steps() gives")
+        if modes_of(self._model) != self._modes:
+            raise SelfTestError(
+                "a module was switched between training and evaluation since prove(), which tested it as it was; "
+                "switch it before"
+            )
+        # Until all is done: whatever ends a step in its middle, its noise is never added to a second gradient.
+        self._failed = number
+        try:
+            if self._probed is None:
+                summary = phase.step(number, learning_rate)
+            else:
+                rate = learning_rate * self._probed.factor
+                summary = phase.step(number, rate)
+                summary.released = self._probed.advance(number, rate, summary.released)
+            self._run.burn(number)
+        except (Stopped, BudgetSpent):  # nothing reached the weights
+            phase.engine.discard()
+            self._failed = None
+            raise
+        except BaseException:
+            phase.engine.discard()
+            raise
+        self._held = self._unchanged_but_for_the_update()
+        self.done = number
+        self._failed = None
+        return summary
+
+    def _require_sound(self) -> None:
+        if self._failed is not None:
+            raise LedgerError(
+                f"step {self._failed} failed, and its noise must not be used again; close this training and open it "
+                "anew: it continues from its last checkpoint, under new keys"
+            )
+        if self._held is not None and (changed := self._held.changed(Held.by(self._model))):
+            raise LedgerError(
+                f"{changed} changed outside of the private step, without noise; let nothing but the step change the "
+                "model, and forward() keep nothing"
+            )
+
+    def _unchanged_but_for_the_update(self) -> Held:
+        now = Held.by(self._model)
+        assert self._held is not None
+        if changed := self._held.but_for_trained().changed(now.but_for_trained()):
+            raise LedgerError(
+                f"{changed} changed while the model was trained, without noise; let forward() write into nothing and "
+                "keep nothing"
+            )
+        return now
+
+    def save(self) -> str:
+        """A checkpoint of the last step, durable when this returns its digest; the keys of its steps are forgotten."""
+        self._require_sound()
+        if kept := kept_of_records() - self._kept:
+            raise LedgerError(f"{len(kept)} tensors of records are still held somewhere; let forward() keep nothing")
+        run, engine = self._run, self.phase.engine
+        header = self.ranks.on_main(lambda: run.header(PHASE, self._data, "own"))
+        if self.phase.made is not None and self._probed is not None:
+            header |= {STATE: self._probed.state()}
+        digest = run.checkpoints.save(
+            Position(PHASE, self.done), engine, self._engine_settings.ranks_per_copy, header,
+            lambda found: run.writer.checkpointed(PHASE, self.done, found),
+        )  # fmt: skip
+        run.forget(self.done)
+        if self.phase.made is not None:
+            self._bad.add(NAME, self._reader.bad_reasons)
+        self.saved = self.done
+        return digest
+
+    def epsilon(self) -> float:
+        """What the ledger has charged so far: every step that began."""
+        return self.ranks.on_main(lambda: self._run.writer.history.epsilon())
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's state, on every rank."""
+        self._require_sound()
+        found = self.phase.engine.whole_weights()
+        if not isinstance(self._model, Losses):
+            return found
+        return {name.removeprefix(INNER): tensor for name, tensor in found.items()}
+
+    def finish(self) -> certificate.Verdict:
+        """Saves, writes the certificate, destroys the run key, and verifies it all from the ledger alone."""
+        self._require_sound()
+        if self._phase is not None and (self.saved != self.done or not self.done):
+            self.save()
+        newest = self._run.checkpoints.latest()
+        return self.ranks.on_main(lambda: self._certify(newest))
+
+    def _certify(self, newest: Loaded | None) -> certificate.Verdict:
+        run, settings = self._run, self.settings
+
+        def describe() -> dict[str, Any]:
+            trained = sum(each.numel() for each in self.model.parameters())
+            return {
+                "about": {"data": settings.about_data, "owner": settings.about_owner},
+                "model": f"{type(self.model).__qualname__}, {trained:,} parameters",
+                "dates": {"last_start": run.checkpoints.times.day},
+                "engine": str(EngineSettings(settings.engine, 1, settings.zero, settings.shard_over)),
+                "machine": f"{self.ranks.device}; not yet proved on several GPUs",
+                "hashes": {
+                    "data_manifests": {NAME: self._data},
+                    "checkpoint_manifest_sha256": newest.digest if newest is not None else None,
+                },
+            }
+
+        stated = [*DEVIATIONS, LOGGED, RESTORED] if self._log.files else [*DEVIATIONS, NO_LOG, RESTORED]
+        stated += [NUMBERS] if self._continued_within() else []
+        stated += [f"The initial weights are public because: {self._started.why}"] if self._started.why else []
+        certify(
+            run.folder, run.writer, [self._log], describe, lambda: [newest] if newest is not None else [], stated
+        )  # fmt: skip
+        if not settings.keep_key:
+            destroy(run.folder.key)
+        return certificate.verify(run.folder.root)
+
+    def _continued_within(self) -> bool:
+        together = max(self.plan.bands, self.plan.slots)
+        entries = self._run.writer.ledger.entries
+        return any(entry.kind == "resume" and entry.fields["step"] % together for entry in entries)
+
+    def close(self) -> None:
+        """Lets go of readers, engine and the ledger's lock; the run can be continued."""
+        if self._phase is not None:
+            if self._phase.made is not None:
+                self._bad.add(NAME, self._reader.bad_reasons)
+            self._phase.close()
+            if self._phase.made is not None:
+                self._stop.restore()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if self._run.chain is not None:
+            self._run.chain.close()
+        if self._run.journal is not None:
+            self._run.journal.ledger.close()
+            self._run.checkpoints.times.stamp_all(self._run.folder.root, but=(self._run.folder.checkpoints.name,))
+
+    def __enter__(self) -> PrivateTraining:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,130 @@
+"""One private phase: plan, model, keys, records, step and saving, put together once.
+
+Recipes (`run/phase.py`), the library (`library.py`), audits and benchmarks all train by it:
+
+    with PrivatePhase(plan, model, rule, optimizer, keys, ranks, engine) as phase:
+        phase.prove(synthetic)              # before anything else touches the engine
+        phase.feed(reader)                  # or begin(..., records=...)
+        phase.begin(journal, stop)
+        for number in range(1, plan.steps + 1):
+            phase.step(number, learning_rate)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+from torch import nn
+
+from murmuration.accounting.keys import Derive
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.batch.held_out import marking
+from murmuration.data.batch.loader import Loader, Reader
+from murmuration.data.draw.poisson import Draw
+from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.core import Computation, PrivateCore, clipping_engine
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.engines.base import Engine
+from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.noise.aes import Noise
+from murmuration.train.optim.torch_optimizer import MakeOptimizer
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
+from murmuration.train.step import PrivateStep, Records, StepSummary
+
+
+class PrivatePhase:
+    def __init__(
+        self, plan: PrivacyPlan, model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, keys: Derive,
+        ranks: Ranks, engine: EngineSettings, computation: Computation | None = None, *, number: int = 0,
+        begun_after: int = 0, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
+        around_engine: Callable[[Engine], Engine] | None = None, keeps_before: bool = False,
+    ) -> None:  # fmt: skip
+        """`number`: of the phase within its run. `begun_after`: the step after which the segment of the keys begins.
+        `around_clip`, `around_engine`: what an audit puts around them. `keeps_before`: the weights from before the last
+        step are kept, for probes of the loss."""
+        self.plan, self.model, self.rule, self.ranks, self.number = plan, model, rule, ranks, number
+        self._settings, self._computation = engine, computation or Computation()
+        built = clipping_engine(
+            model, rule, optimizer, plan.noise_std / plan.divisor, engine, ranks, self._computation, around_clip,
+            keeps_before=keeps_before,
+        )  # fmt: skip
+        self.clip, self.forward = built.clip, built.forward
+        self.engine: Engine = built.engine if around_engine is None else around_engine(built.engine)
+        self._at_end = ExitStack()
+        self._at_end.callback(self.engine.close)
+        self._under(plan, keys, begun_after)
+
+    def _under(self, plan: PrivacyPlan, keys: Derive, begun_after: int) -> None:
+        self.plan = plan
+        self.core = PrivateCore(
+            plan, self.clip, self.engine, keys, self.ranks, self._computation.noise, begun_after
+        )  # fmt: skip
+        self.loader: Loader[Draw] | None = None
+        self.made: PrivateStep | None = None
+        """The step of this phase, once `begin` has put it together."""
+
+    def again(self, plan: PrivacyPlan, keys: Derive, begun_after: int = 0) -> PrivatePhase:
+        """The same model in the same engine, under another plan or other keys; this phase still owns the engine."""
+        other = copy.copy(self)
+        other._at_end = ExitStack()
+        other._under(plan, keys, begun_after)
+        return other
+
+    def prove(self, synthetic: SyntheticRecords) -> SelfTestReport:
+        """The self-test. It comes before anything else touches the engine."""
+        return self.core.prove(synthetic, self._settings.ranks_per_copy, self._settings.micro_batch)
+
+    def feed(self, reader: Reader, share: Callable[[np.ndarray], np.ndarray] | None = None) -> Loader[Draw]:
+        """Reads the records of each draw ahead; all ranks call this together. `share`: which of a draw's records this
+        rank computes, where not every rank can read all of them."""
+        self.loader = Loader(
+            marking(reader, self.plan.held_out), self.core.shared_sampler(), self.ranks.rank, self.ranks.world,
+            self._settings.micro_batch, last=self.plan.steps, plan=share, device=self.ranks.device,
+        )  # fmt: skip
+        self._at_end.callback(self.loader.close)
+        return self.loader
+
+    def begin(
+        self, journal: Journal | None, stop: StopRequest, records: Records[Draw] | None = None, *,
+        mixing: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
+        probes: Callable[[int], bool] | None = None,
+    ) -> PrivateStep:  # fmt: skip
+        """Puts the step together. `records`: where they come from instead of what was fed. `mixing`: the engine with
+        what is mixed into its updates. `first_norm`: C of the next step, where C adapts. `noise`: an audit's own.
+        `probes`: which steps also measure the loss along the last move."""
+        if records is None:
+            assert self.loader is not None, "feed() comes first"
+            records = Records(self.loader.draw, self.loader.micro_batches).until_unreadable(stop)
+        self._at_end.callback(self.core.close)
+        self.made = self.core.step(
+            self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise, probes=probes
+        )
+        return self.made
+
+    def drawn(self, number: int) -> np.ndarray:
+        """PRIVATE: the records of a step."""
+        assert self.made is not None, "begin() comes first"
+        return self.made.records.draw(number).ids
+
+    def step(self, number: int, learning_rate: float) -> StepSummary:
+        """One private step. What it returns is PRIVATE: losses and norms of the drawn records, without noise."""
+        if self.made is None:
+            raise SelfTestError("no step is taken before prove() has passed; call it first")
+        return self.made.run(number, learning_rate)
+
+    def close(self) -> None:
+        self._at_end.close()
+
+    def __enter__(self) -> PrivatePhase:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

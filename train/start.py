@@ -1,0 +1,130 @@
+"""Where a library training's initial weights come from, and what that means for its promise.
+
+Weights are made from records too, so a certificate must not read as if they came from nowhere. `start` is a run
+directory or an export, whose ledger says what it promised on which records; or `Public("why")`, a word that the
+certificate repeats; or None for random weights, which is shown, not believed: the function that makes the model is
+called under two seeds, and what does not change between them is no random number. Whatever else there is, the
+certificate calls it weights of unknown origin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.ledger.lines import PublicUse
+from murmuration.train.engines.base import digests_of
+from murmuration.train.recipe.warm_start import EXPORTED, WarmStart, WarmStartError
+from murmuration.train.storage.checkpoint import Checkpoints
+from murmuration.train.storage.run_dir import RunDir
+
+SEEDS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Public:
+    """Initial weights that nobody's privacy depends on, and why; the certificate repeats it."""
+
+    why: str
+
+    def __post_init__(self) -> None:
+        if not self.why.strip() or not self.why.isprintable():
+            raise WarmStartError(
+                'start=Public("…") needs a reason that can be printed, such as where they were published'
+            )
+
+
+@dataclass(frozen=True)
+class Started:
+    """A model with its initial weights, and what a ledger has to say about these."""
+
+    model: nn.Module
+    weights: WarmStart | None = None
+    use: PublicUse | None = None
+    """How the ledger calls weights that no ledger knows."""
+    why: str = ""
+
+    def declare(self, journal: Journal, phase: int, records: str) -> None:
+        """On the main rank. `records`: the digest of the records that the phase protects."""
+        if self.weights is not None:
+            if records in self.weights.protected:
+                raise WarmStartError(
+                    f"{self.weights.path} was trained on the very records of this run, and what it spent would have to "
+                    "be added; continue that run, or start from other weights"
+                )
+            if records in self.weights.without_noise or self.weights.undeclared is not None:
+                raise WarmStartError(
+                    f"{self.weights.path} used records without noise ({self.weights.undeclared or 'these very ones'}); "
+                    "start from other weights"
+                )
+            journal.declare_earlier(self.weights.without_noise)
+            for origin in self.weights.origins:
+                journal.declare_origin(origin)
+        if self.use is not None:
+            journal.declare_public(phase, self.use, _digest(self.model.state_dict(), self.why))
+
+
+def started(model: nn.Module | Callable[[], nn.Module], start: str | Path | Public | None) -> Started:
+    made = model if isinstance(model, nn.Module) else _made(model)
+    if isinstance(start, Public):
+        return Started(made, use="weights", why=start.why)
+    if start is not None:
+        weights = WarmStart.at(Path(start))
+        _fill(made, weights)
+        return Started(made, weights, use="unknown-weights" if weights.foreign else None)
+    known = not isinstance(model, nn.Module) and not _same_under_other_seeds(model, made)
+    return Started(made, use=None if known else "unknown-weights")
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    found = make()
+    if not isinstance(found, nn.Module):
+        raise WarmStartError(f"model= must be a module or a function that makes one, but made a {type(found).__name__}")
+    return found
+
+
+def _same_under_other_seeds(make: Callable[[], nn.Module], made: nn.Module) -> list[str]:
+    """The tensors that are neither random nor simple: made alike under two seeds, of more than one value."""
+    found: list[dict[str, Tensor]] = []
+    for seed in SEEDS:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            found.append(_made(make).state_dict())
+    first, second = found
+    return [
+        name
+        for name, tensor in made.state_dict().items()
+        if name not in first
+        or (torch.equal(first[name], second[name]) and bool((tensor != tensor.flatten()[:1]).any()))
+    ]
+
+
+def _fill(model: nn.Module, weights: WarmStart) -> None:
+    """Takes the tensors by name; all that the model has of the same shape, and at least one."""
+    if (file := weights.path / EXPORTED if weights.path.is_dir() else weights.path).is_file():
+        from safetensors.torch import load_file
+
+        state: Mapping[str, Tensor] = load_file(file)
+    else:
+        loaded = Checkpoints.newest(RunDir(weights.path).checkpoints)
+        if loaded is None:
+            raise WarmStartError(f"{weights.path} has no finished checkpoint; name a run that has one")
+        state = loaded.weights()
+    own = model.state_dict()
+    fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
+    if not fitting:
+        raise WarmStartError(
+            f"{weights.path} has no tensor of a name and shape of the model's; start from other weights"
+        )
+    model.load_state_dict(fitting, strict=False)
+
+
+def _digest(state: Mapping[str, Tensor], why: str) -> str:
+    told = "\n".join(f"{name} {digest}" for name, digest in sorted(digests_of(dict(state)).items()))
+    return hashlib.sha256(f"{why}\n{told}".encode()).hexdigest()
