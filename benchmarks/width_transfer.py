@@ -33,9 +33,14 @@ sys.path.insert(0, str(ROOT))
 
 from width_coordinates import BASE, Check, changes, model_of, pictures, summary  # noqa: E402
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon, round_up  # noqa: E402
+from murmuration.accounting.epsilon.accountant import epsilon, round_up  # noqa: E402
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma  # noqa: E402
-from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, threshold_for  # noqa: E402
+from murmuration.accounting.plan import (  # noqa: E402
+    RATE_DENOMINATOR,
+    Event,
+    PrivacyPlan,
+    threshold_for,
+)
 from murmuration.data.draw.micro_batch import MicroBatch, slots  # noqa: E402
 from murmuration.data.draw.poisson import PoissonSampler  # noqa: E402
 from murmuration.train.clip.rule import ClipRule  # noqa: E402

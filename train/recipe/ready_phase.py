@@ -16,13 +16,15 @@ from torch import nn
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
 from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import (
     CURVATURE,
     GRID_GROWTH,
     SLOPE,
+    Event,
     PlanError,
     PlannedMetric,
     PrivacyPlan,
