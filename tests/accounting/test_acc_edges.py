@@ -63,7 +63,7 @@ from tests.support.acc_world import (
 
 
 def test_the_signing_key_follows_from_the_lasting_secret_as_documented() -> None:
-    """RFC 5869 by hand: a run that was begun by an earlier version must be able to sign."""
+    """RFC 5869 by hand: a run that another version began must be able to sign."""
     extracted = hmac.new(bytes(32), KEY.secret, hashlib.sha256).digest()
     info = b"murmuration/1|signature|phase 0|segment -\x01"
     private = Ed25519PrivateKey.from_private_bytes(hmac.new(extracted, info, hashlib.sha256).digest())
