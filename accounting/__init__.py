@@ -1,1 +1,4 @@
 """What the privacy claim rests on: plan, keys, accountant, ledger, certificate. Never imports torch."""
+
+if not __name__.startswith("murmuration."):
+    raise ImportError(f"import murmuration.{__name__}, not {__name__}: a file under two names makes two classes of one")

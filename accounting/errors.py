@@ -18,3 +18,15 @@ class RunError(Exception):
 
 class InputError(RunError, ValueError):
     """What was asked for cannot be done; the message names the option and the fix."""
+
+
+class AccountingError(RunError, ValueError):
+    """No trustworthy epsilon can be given; the message says why."""
+
+
+# Forms of files began anew at this version: what an earlier one wrote is refused in one sentence.
+FIRST = "0.3.0"
+
+
+def written_before(what: str, remedy: str) -> str:
+    return f"{what} was written by a version before {FIRST}; {remedy}"

@@ -24,8 +24,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from murmuration.accounting.durable import sync
-from murmuration.accounting.errors import REFUSED, RunError
-from murmuration.accounting.forms import written_before
+from murmuration.accounting.errors import REFUSED, RunError, written_before
 from murmuration.accounting.strict_json import parse
 
 StepPurpose = Literal["sampling", "sampling-digest", "noise", "augmentation", "masks", "dropout", "metric-noise"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon, round_up
-from murmuration.accounting.plan import PlanError, PrivacyPlan, StandIn, threshold_for
+from murmuration.accounting.epsilon.accountant import epsilon, round_up
+from murmuration.accounting.plan import Event, PlanError, PrivacyPlan, StandIn, threshold_for
 
 LEAST_SIGMA = 0.1
 """Below it, accounting takes minutes and its answers are in the hundreds."""

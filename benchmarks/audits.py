@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.audit_evidence import AuditBound, Claim, collect
 from murmuration.accounting.epsilon.audit_pairs import pairs_of
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.plan import Event
 
 DELTA = 1e-5
 SETTINGS = ((2.0, 4), (40.0, 8))

@@ -22,10 +22,14 @@ sys.path.insert(0, str(ROOT))
 
 from views import EPSILON, PER_PATIENT, Size, config, measured, study  # noqa: E402
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon  # noqa: E402
+from murmuration.accounting.epsilon.accountant import epsilon  # noqa: E402
 from murmuration.accounting.epsilon.neighbours import group_epsilon  # noqa: E402
 from murmuration.accounting.ledger.history import History  # noqa: E402
-from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for  # noqa: E402
+from murmuration.accounting.plan import (  # noqa: E402
+    RATE_DENOMINATOR,
+    Event,
+    threshold_for,
+)
 
 HALVINGS = 14
 

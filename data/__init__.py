@@ -5,3 +5,6 @@ locates their records, draw/ samples them, decode/ makes pictures in separate pr
 batch/ fills micro-batches. synthetic/ generates public data; overlap/ excludes private records that also occur in
 public sets.
 """
+
+if not __name__.startswith("murmuration."):
+    raise ImportError(f"import murmuration.{__name__}, not {__name__}: a file under two names makes two classes of one")

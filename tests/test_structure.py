@@ -6,8 +6,12 @@ All imports count: inside functions and for types alone too. import-linter holds
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("accounting", "data", "evaluation", "launch", "model", "train")
@@ -69,3 +73,18 @@ def test_no_import_hides_in_an_init() -> None:
     """Which is not counted above."""
     busy = [name for name, path in modules().items() if path.name == "__init__.py" and set(named_in(path, name))]
     assert not busy
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_file_has_one_name(folder: str) -> None:
+    """From the root of a checkout, where the folder itself could be imported: that would make two classes of each."""
+    inner = next(path.stem for path in sorted((ROOT / folder).glob("[a-z]*.py")))
+    for name in (folder, f"{folder}.{inner}"):
+        with pytest.raises(ImportError, match=rf"^import murmuration\.{folder}, not {folder}: "):
+            import_module(name)
+
+
+def test_tools_are_told_of_every_folder_by_the_name_that_they_need() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert tuple(tools["coverage"]["run"]["source"]) == FOLDERS
+    assert set(tools["pyright"]["include"]) == {f"murmuration/{name}" for name in (*FOLDERS, "__main__.py")}

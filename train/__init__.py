@@ -1,1 +1,4 @@
 """One trainer for every recipe: config, phases, the private step, and the engine that shards it."""
+
+if not __name__.startswith("murmuration."):
+    raise ImportError(f"import murmuration.{__name__}, not {__name__}: a file under two names makes two classes of one")

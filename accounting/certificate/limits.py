@@ -15,15 +15,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from murmuration.accounting.epsilon import trade_off
-from murmuration.accounting.epsilon.accountant import (
-    AccountingError,
-    Event,
-    epsilon,
-    merge,
-)
+from murmuration.accounting.epsilon.accountant import epsilon, merge
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.plan import Event
 from murmuration.accounting.unit import noun
 
 GROUPS = (2, 5, 10)

@@ -8,12 +8,13 @@ from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.certificate.explain import ASSUMPTION
 from murmuration.accounting.certificate.limits import allowed, limits
 from murmuration.accounting.days import stated as stated_days
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, describe, epsilon, round_up, show_delta
+from murmuration.accounting.epsilon.accountant import describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.plan import Event, PrivacyPlan
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 FORMAT = "murmuration-certificate/1"

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from murmuration.accounting.banded import MOST_BANDS, best_banded
-from murmuration.accounting.epsilon.accountant import AccountingError, describe, round_up
+from murmuration.accounting.epsilon.accountant import describe, round_up
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for, turns_for
 from murmuration.accounting.strict_json import JsonError, parse
 

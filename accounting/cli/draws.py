@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from murmuration.accounting.banded import MOST_BANDS
-from murmuration.accounting.epsilon.accountant import Event
-from murmuration.accounting.plan import PlanError, draws_for, parse_delta, rate_of, threshold_of, turns_for
+from murmuration.accounting.plan import Event, PlanError, draws_for, parse_delta, rate_of, threshold_of, turns_for
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.cli.draws import Draws, delta_of, in_words, require_usable
-from murmuration.accounting.epsilon.accountant import (
-    AccountingError,
-    Event,
-    delta_at,
-    describe,
-    epsilon,
-    epsilon_below,
-    round_up,
-)  # fmt: skip
+from murmuration.accounting.epsilon.accountant import delta_at, describe, epsilon, epsilon_below, round_up
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
 from murmuration.accounting.epsilon.gaussian import participations, unamplified_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
-from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, threshold_for
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import RATE_DENOMINATOR, Event, PlanError, threshold_for
 
 SAFE_SPREADS = 8
 

@@ -13,12 +13,7 @@ from murmuration.accounting.certificate.limits import claimed_events, row
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.draws import Draws, delta_of
 from murmuration.accounting.epsilon import trade_off
-from murmuration.accounting.epsilon.accountant import (
-    Event,
-    epsilon,
-    round_up,
-    show_delta,
-)
+from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.keys import destroy, load
@@ -27,7 +22,7 @@ from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PlanError, parse_delta
+from murmuration.accounting.plan import Event, PlanError, parse_delta
 from murmuration.accounting.unit import RECORD, unit_in_words
 
 RETIRED = [

@@ -13,33 +13,32 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from murmuration.accounting.epsilon.allocation import allocated, allocated_below
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
 from murmuration.accounting.epsilon.contour import Contour
-from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_delta, gaussian_epsilon
+from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, cells, dots, lower, upper
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped batches need it
     import dp_accounting
 
 __all__ = [
-    "Accountant", "AccountingError", "Event", "affordable_steps", "delta_at", "deltas_at", "describe", "epsilon",
+    "Accountant", "affordable_steps", "delta_at", "deltas_at", "describe", "epsilon",
     "epsilon_below", "gaussian_epsilon", "halve", "interval_for", "larger_epsilon", "merge", "plain_sigma",
     "quick_epsilon", "round_up", "show_delta", "within",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
 INTERVAL = 1e-4
-# Beyond these, squares overflow or underflow; no real training run uses such values.
-LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
 # Processors round differently: a plan calibrated on one must stay within its budget on all others.
 MARGIN = 1e-8
 # The lattice is made finer if the sum of all losses spreads over fewer intervals than this.
@@ -54,60 +53,6 @@ MOST_ROUNDED = 3e-4
 MOST_ADDED = 1e-3
 # Lattice cells of one of `other_pairs`, times records: about a second. Beyond that the interval grows.
 MOST_WORK = 2**21
-
-
-@dataclass(frozen=True)
-class Event:
-    """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity.
-
-    With a `cap`, at most that many of the `records` took part, chosen uniformly among those that were drawn. With
-    `slots` above 1 it is `count` epochs of so many steps: each record took part in one of them, chosen uniformly, so
-    that the rate is 1 / `slots`.
-    """
-
-    rate: float
-    sigma: float
-    count: int
-    cap: int | None = None
-    records: int | None = None
-    slots: int = 1
-
-    def __post_init__(self) -> None:
-        if self.slots < 1 or (self.slots > 1 and (self.rate != 1 / self.slots or self.cap is not None)):
-            raise AccountingError(f"an epoch of random allocation has a rate of 1 over its steps and no cap: {self}")
-        if not 0 < self.rate <= 1:
-            raise AccountingError(f"a sampling rate must lie in (0, 1], but is {self.rate}")
-        if not (math.isfinite(self.sigma) and self.sigma > 0):
-            raise AccountingError(f"a noise multiplier must be finite and positive, but is {self.sigma}")
-        if not LEAST_SIGMA <= self.sigma <= MOST_SIGMA:
-            raise AccountingError(
-                f"a noise multiplier can be accounted between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, but is {self.sigma}"
-            )
-        if self.count < 0:
-            raise AccountingError(f"a step count cannot be negative, but is {self.count}")
-        given = [number for number in (self.cap, self.records) if number is not None]
-        if len(given) == 1 or any(number < 1 for number in given):
-            raise AccountingError(f"a capped batch needs a cap and a record count of at least 1: {self}")
-
-    @staticmethod
-    def of_plan(plan: PrivacyPlan, count: int | None = None) -> Event:
-        """What a plan's steps are for one record; `count`: None means all of them."""
-        turns = plan.participations if count is None else count
-        return Event(plan.sampling_rate, plan.effective_noise_multiplier, turns, slots=plan.slots)
-
-    @property
-    def kind(self) -> Event:
-        """The mechanism alone."""
-        return replace(self, count=0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As certificates state it."""
-        found: dict[str, Any] = {"rate": self.rate, "sigma": self.sigma, "count": self.count}
-        return found if self.slots == 1 else {**found, "slots": self.slots}
-
-    @staticmethod
-    def of_dict(value: dict[str, Any]) -> Event:
-        return Event(value["rate"], value["sigma"], value["count"], slots=value.get("slots", 1))
 
 
 def describe(accountant: Accountant) -> dict[str, object]:

@@ -23,7 +23,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from murmuration.accounting.epsilon.gaussian import AccountingError
 from murmuration.accounting.epsilon.loss_lattice import (
     REACH,
     UNIT,
@@ -33,6 +32,7 @@ from murmuration.accounting.epsilon.loss_lattice import (
     gaussian_dots,
     rounded_down,
 )
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR
 
 CUT = 1e-34

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from murmuration.accounting.epsilon.accountant import (
-    Accountant,
-    AccountingError,
+from murmuration.accounting.epsilon.accountant import Accountant, epsilon, halve, quick_epsilon, within
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import (
+    MOST_SLOTS,
+    RATE_DENOMINATOR,
     Event,
-    epsilon,
-    halve,
-    quick_epsilon,
-    within,
+    PlanError,
+    slots_for,
+    threshold_for,
+    turns_for,
 )
-from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR, PlanError, slots_for, threshold_for, turns_for
 
 DIGITS = 5
 MOST_STEPS = 10**9

@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from murmuration.accounting.epsilon.gaussian import AccountingError
 from murmuration.accounting.epsilon.loss_lattice import UNIT, Array, Atoms, LossLattice
+from murmuration.accounting.errors import AccountingError
 
 # The largest share of delta that the bounds of all errors together may reach.
 MOST_ERROR = 1e-3

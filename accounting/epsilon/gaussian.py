@@ -10,14 +10,10 @@ import math
 
 from scipy.special import log_ndtr
 
-from murmuration.accounting.errors import RunError
+from murmuration.accounting.errors import AccountingError
 
 # Bounds the relative error of log_ndtr and of the few operations around it, with room to spare.
 ROUNDING = 8e-16
-
-
-class AccountingError(RunError, ValueError):
-    """No trustworthy epsilon can be given; the message says why."""
 
 
 def log_delta(sigma: float, epsilon: float) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from murmuration.accounting.epsilon.gaussian import AccountingError
+from murmuration.accounting.errors import AccountingError
 
 Array = NDArray[Any]
 

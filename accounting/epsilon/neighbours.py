@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from murmuration.accounting.epsilon.accountant import (
     MOST_WORK,
-    Event,
     epsilon,
     interval_for,
     larger_epsilon,
@@ -15,8 +14,10 @@ from murmuration.accounting.epsilon.accountant import (
     plain_sigma,
 )
 from murmuration.accounting.epsilon.composition import Composition
-from murmuration.accounting.epsilon.gaussian import AccountingError, gaussian_epsilon
+from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.other_pairs import Group, Pair, Replacement, cells, dominating
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 
 def group_epsilon(events: Sequence[Event], delta: float, records: int) -> float:

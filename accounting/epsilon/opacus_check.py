@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from murmuration.accounting.epsilon.accountant import AccountingError, Event
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 PROGRAM = """
 import json, sys, warnings

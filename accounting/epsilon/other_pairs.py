@@ -31,7 +31,6 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import log_ndtr
 
-from murmuration.accounting.epsilon.gaussian import AccountingError
 from murmuration.accounting.epsilon.loss_lattice import (
     MOST_CELLS,
     NODES,
@@ -42,6 +41,7 @@ from murmuration.accounting.epsilon.loss_lattice import (
     Array,
     LossLattice,
 )  # fmt: skip
+from murmuration.accounting.errors import AccountingError
 
 # Numbers of drawn records less probable than this count as an infinite loss; no delta is affected.
 UNSEEN = 1e-30

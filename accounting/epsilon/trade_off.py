@@ -16,7 +16,8 @@ from itertools import pairwise
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from murmuration.accounting.epsilon.accountant import Event, deltas_at, epsilon, merge, plain_sigma
+from murmuration.accounting.epsilon.accountant import deltas_at, epsilon, merge, plain_sigma
+from murmuration.accounting.plan import Event
 
 POINTS = 96
 # The shares of false alarms that the picture and the tables show.

@@ -30,15 +30,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from murmuration.accounting.epsilon.accountant import (
-    AccountingError,
-    Event,
-    deltas_at,
-    dp_event,
-    epsilon,
-    merge,
-    rdp_epsilon,
-)
+from murmuration.accounting.epsilon.accountant import deltas_at, dp_event, epsilon, merge, rdp_epsilon
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 # Of the parameter g and of the comparison with d(x); rounding there is far smaller.
 ROOM = 1e-9

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from murmuration.accounting.adaptive import ROUNDING
-from murmuration.accounting.epsilon.accountant import AccountingError, Event
-from murmuration.accounting.plan import PrivacyPlan, fits_grid, rate_of
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event, PrivacyPlan, fits_grid, rate_of
 from murmuration.accounting.strict_json import CLOSED
 
 RULES = ("flat", "automatic")

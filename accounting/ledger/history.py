@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.adaptive import ROUNDING, NormTrail
-from murmuration.accounting.epsilon.accountant import Accountant, AccountingError, Event, epsilon, merge
+from murmuration.accounting.epsilon.accountant import Accountant, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
-from murmuration.accounting.forms import written_before
+from murmuration.accounting.errors import AccountingError, written_before
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
 from murmuration.accounting.ledger.facts import (
     Charge,
@@ -46,7 +46,7 @@ from murmuration.accounting.ledger.lines import (
     TuningLine,
 )  # fmt: skip
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.plan import Event, PrivacyPlan
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 

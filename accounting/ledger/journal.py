@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from murmuration.accounting.epsilon.accountant import Event, affordable_steps
+from murmuration.accounting.epsilon.accountant import affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
@@ -18,7 +18,7 @@ from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Se
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StoreLine
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.plan import Event, PrivacyPlan
 
 
 class BudgetSpent(RunError, RuntimeError):

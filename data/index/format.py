@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from murmuration.accounting.forms import written_before
+from murmuration.accounting.errors import written_before
 from murmuration.data.index.exclusions import Exclusions
 from murmuration.data.store.index_files import index_file, read_json
 from murmuration.data.store.place import Place, Shard, ShardError, is_url

@@ -13,8 +13,6 @@ import pytest
 from murmuration.accounting.epsilon import gaussian
 from murmuration.accounting.epsilon.accountant import (
     MARGIN,
-    AccountingError,
-    Event,
     delta_at,
     deltas_at,
     epsilon,
@@ -34,6 +32,8 @@ from murmuration.accounting.epsilon.gaussian import (
     unamplified_epsilon,
 )
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 NOTHING = [[], [Event(0.1, 1.0, 0)]]
 

@@ -12,13 +12,13 @@ from scipy.integrate import quad
 from scipy.special import ndtr
 from scipy.stats import norm
 
-from murmuration.accounting.epsilon.accountant import Event, delta_at, deltas_at, epsilon, epsilon_below, quick_epsilon
+from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon, epsilon_below, quick_epsilon
 from murmuration.accounting.epsilon.allocation import _connected, _Mean, _merged, allocated, allocated_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, gaussian_dots
-from murmuration.accounting.plan import RATE_DENOMINATOR
+from murmuration.accounting.plan import RATE_DENOMINATOR, Event
 
 
 def epochs(slots: int, sigma: float, count: int = 1) -> Event:

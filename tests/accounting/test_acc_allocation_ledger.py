@@ -14,13 +14,13 @@ from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.composition import total
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.heads import lost_charges, uncharged
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
-from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, slots_for, threshold_of
+from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan, slots_for, threshold_of
 from murmuration.accounting.strict_json import parse, read
 from tests.support import acc_world
 from tests.support.acc_world import CONFIG, DATA, begin, certified, rewritten

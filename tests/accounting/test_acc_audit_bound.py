@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from scipy.special import ndtr
 from scipy.stats import binom, ttest_ind
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.audit_bound import correct_guesses, epsilon_bound, numbers_of_guesses, p_value
 from murmuration.accounting.epsilon.audit_curve import curve_p_value, is_refuted
 from murmuration.accounting.epsilon.audit_evidence import (
@@ -27,6 +27,7 @@ from murmuration.accounting.epsilon.audit_evidence import (
 from murmuration.accounting.epsilon.audit_pairs import Pairs, pairs_of
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.trade_off import TradeOff, of_events, of_point
+from murmuration.accounting.plan import Event
 
 ACCURACY = {eps: math.exp(eps) / (1 + math.exp(eps)) for eps in (0.0, 0.5, 1.0, 2.0, 4.0)}
 

@@ -16,14 +16,14 @@ from dp_accounting.pld import PLDAccountant
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.certificate.certificate import CertificateError, verify, write
-from murmuration.accounting.epsilon.accountant import Event, delta_at, epsilon
+from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Charge, CorrelationFact, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
-from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, threshold_for
+from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan, threshold_for
 from tests.support import acc_world
 from tests.support.acc_world import CONFIG, DATA, begin, certified, rewritten
 

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.epsilon import calibrate
-from murmuration.accounting.epsilon.accountant import (
-    MARGIN,
-    AccountingError,
-    Event,
-    affordable_steps,
-    epsilon,
-    quick_epsilon,
-)
+from murmuration.accounting.epsilon.accountant import MARGIN, affordable_steps, epsilon, quick_epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
-from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import RATE_DENOMINATOR, Event, threshold_for
 
 DEMO = (20_000, 1000, 50, 2.5e-5)
 

@@ -16,11 +16,12 @@ from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, html_page, markdown, verify
 from murmuration.accounting.certificate.explain import Attacks, explain
 from murmuration.accounting.certificate.pages import model_card
-from murmuration.accounting.epsilon.accountant import Event, epsilon, show_delta
+from murmuration.accounting.epsilon.accountant import epsilon, show_delta
 from murmuration.accounting.epsilon.trade_off import of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.plan import Event
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, certified, document_of, facts, train, whole_run
 
 

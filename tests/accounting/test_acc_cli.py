@@ -14,8 +14,9 @@ import pytest
 
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.cli.main import main
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
+from murmuration.accounting.plan import Event
 from tests.support.acc_world import certified, rewritten, whole_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,14 +14,7 @@ import pytest
 import scipy.fft
 from dp_accounting.pld import privacy_loss_distribution as pld
 
-from murmuration.accounting.epsilon.accountant import (
-    AccountingError,
-    Event,
-    delta_at,
-    deltas_at,
-    epsilon,
-    epsilon_below,
-)
+from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon, epsilon_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import (
     NEAR,
@@ -34,6 +27,8 @@ from murmuration.accounting.epsilon.composition import (
 )
 from murmuration.accounting.epsilon.loss_lattice import UNIT, LossLattice, lower, upper
 from murmuration.accounting.epsilon.other_pairs import Group, dominating
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 VIP = 233_000_000
 # rate, sigma, steps, delta, and the epsilon that an 80-bit and a tilted transform, both written by others, found on

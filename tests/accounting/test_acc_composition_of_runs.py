@@ -13,9 +13,10 @@ import pytest
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
 from murmuration.accounting.certificate.composition import composed, known_runs, total
 from murmuration.accounting.certificate.signature import signed
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.plan import Event
 from tests.support.acc_world import CONFIG, DATA, KEY, PLAN, begin, reopen, train, whole_run
 
 

@@ -11,11 +11,13 @@ import pytest
 from scipy.special import ndtr
 
 from murmuration.accounting.epsilon import accountant
-from murmuration.accounting.epsilon.accountant import Event, delta_at, deltas_at, epsilon, epsilon_below, interval_for
+from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon, epsilon_below, interval_for
 from murmuration.accounting.epsilon.composition import MOST_ERROR
 from murmuration.accounting.epsilon.contour import Contour, _Line
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import Atoms, cells, dots
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 TINY = (1.4e-5, 1.23, 244_941, 2.3e-9)
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(24)
@@ -198,7 +200,7 @@ def test_a_larger_error_of_the_masses_or_losses_gives_a_larger_epsilon_or_none()
         value + 5e-4, rel=1e-4
     )
     assert Contour.of([(replace(pair, error=1e-9), steps)], delta).epsilon(delta) > value
-    with pytest.raises(accountant.AccountingError, match="rounding"):
+    with pytest.raises(AccountingError, match="rounding"):
         Contour.of([(replace(pair, error=MOST_ERROR / steps), steps)], delta).epsilon(delta)
 
 

@@ -26,8 +26,9 @@ from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.certificate.limits import BUDGET, SPENT, claimed_events
 from murmuration.accounting.certificate.signature import fault_of, public_key, signed
 from murmuration.accounting.certificate.statement import RATCHETED, deviations_of
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.escaping import LONGEST, first_line, sentence
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
@@ -37,7 +38,7 @@ from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import GRID_GROWTH
+from murmuration.accounting.plan import GRID_GROWTH, Event
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.template import html_page, json_text
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
@@ -62,7 +63,7 @@ from tests.support.acc_world import (
 
 
 def test_the_signing_key_follows_from_the_lasting_secret_as_documented() -> None:
-    """RFC 5869 by hand: a run that was begun by an earlier version must be able to sign."""
+    """RFC 5869 by hand: a run that another version began must be able to sign."""
     extracted = hmac.new(bytes(32), KEY.secret, hashlib.sha256).digest()
     info = b"murmuration/1|signature|phase 0|segment -\x01"
     private = Ed25519PrivateKey.from_private_bytes(hmac.new(extracted, info, hashlib.sha256).digest())

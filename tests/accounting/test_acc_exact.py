@@ -19,13 +19,13 @@ from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.attached import CertificateError
 from murmuration.accounting.certificate.pages import html_page
 from murmuration.accounting.certificate.statement import DEVIATIONS, EXACT_MECHANISM, MECHANISM
-from murmuration.accounting.epsilon.accountant import Event, delta_at, epsilon
+from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import EXACT, MetricFact, StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import GRID_GROWTH, PlannedMetric, PrivacyPlan, fits_grid
+from murmuration.accounting.plan import GRID_GROWTH, Event, PlannedMetric, PrivacyPlan, fits_grid
 from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import PLAN, begin, certified, document_of, facts, rewritten, whole_run
 

@@ -1,4 +1,4 @@
-"""Forms began anew at 0.3.0: a file that an earlier version wrote is refused in one sentence; nothing is guessed."""
+"""Forms began anew at 0.3.0: a file that an earlier version wrote is refused in one sentence."""
 
 from __future__ import annotations
 

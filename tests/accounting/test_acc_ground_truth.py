@@ -8,18 +8,12 @@ import sys
 
 import pytest
 
-from murmuration.accounting.epsilon.accountant import (
-    AccountingError,
-    Event,
-    delta_at,
-    epsilon,
-    merge,
-    round_up,
-    show_delta,
-)
+from murmuration.accounting.epsilon.accountant import delta_at, epsilon, merge, round_up, show_delta
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon, unamplified_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event
 
 LAION, IMAGENET = 233_000_000, 1_281_167
 DPCAP = 233_804_767

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.certificate.certificate import CertificateError, verify
-from murmuration.accounting.epsilon.accountant import Event, describe, epsilon
+from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
 from murmuration.accounting.ledger.journal import BudgetSpent
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import Event, PlannedMetric, PrivacyPlan
 from murmuration.accounting.strict_json import read
 from tests.support.acc_world import (
     CONFIG,

@@ -122,7 +122,7 @@ def test_keys_of_steps_come_from_the_chain_and_all_others_last() -> None:
             assert callable(found) and found(4) == FIRST.at(4).key(purpose) != lasting(purpose)
         else:
             assert found == lasting(purpose)
-    assert PhaseKeys(lasting, None)("noise") == lasting("noise"), "in segments of version 0.1"
+    assert PhaseKeys(lasting, None)("noise") == lasting("noise"), "in phases without noise"
 
 
 @pytest.mark.parametrize("first", [1, 3, 4])

@@ -27,12 +27,12 @@ from murmuration.accounting.certificate.pages import model_card
 from murmuration.accounting.certificate.registry import registry_entry
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon import trade_off
-from murmuration.accounting.epsilon.accountant import Event, epsilon, gaussian_epsilon
+from murmuration.accounting.epsilon.accountant import epsilon, gaussian_epsilon
 from murmuration.accounting.epsilon.neighbours import group_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, train
 
 # As the demo has them: q = 0.05, 50 steps, epsilon 8 at 1/(2n).

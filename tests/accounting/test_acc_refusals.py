@@ -12,7 +12,7 @@ import pytest
 
 from murmuration.accounting.adaptive import AdaptiveError, AdaptiveRule
 from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, delta_at, deltas_at, epsilon
+from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon
 from murmuration.accounting.epsilon.audit_bound import AuditError, epsilon_bound, numbers_of_guesses, p_value
 from murmuration.accounting.epsilon.audit_evidence import collect
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
@@ -21,7 +21,8 @@ from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
-from murmuration.accounting.plan import PlanError, PlannedMetric, parse_delta, slots_for, threshold_for
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event, PlanError, PlannedMetric, parse_delta, slots_for, threshold_for
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit
 from tests.support.acc_world import PLAN

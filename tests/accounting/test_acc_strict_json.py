@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify
-from murmuration.accounting.epsilon.accountant import AccountingError
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.chain import GENESIS, LedgerError, make_entry
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse, require_shallow

@@ -386,10 +386,14 @@ def test_the_digest_covers_everything_but_the_etag() -> None:
     assert digest_of(SHARDS, [replace(shard, etag="")]) == digest_of(SHARDS, [shard])
 
 
-def test_an_index_of_an_older_format_is_refused_and_replaced(small_set: ShardIndex) -> None:
+def test_an_index_of_another_format_is_refused_and_replaced(small_set: ShardIndex) -> None:
     path = small_set.folder / "manifest.json"
     manifest = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**manifest, "format": 1}))
-    with pytest.raises(ShardError, match=r"index format 1, 2 is needed; build it with: python launch/prepare\.py"):
-        ShardIndex.open(small_set.folder)
+    for number, said in (
+        (2, r"was written by a version before 0\.3\.0; build it"),
+        (3, "index format 3, 1 is needed; build it"),
+    ):
+        path.write_text(json.dumps({**manifest, "format": number}))
+        with pytest.raises(ShardError, match=rf"{said} with: python launch/prepare\.py"):
+            ShardIndex.open(small_set.folder)
     assert build(small_set.folder.parent).manifest_digest == small_set.manifest_digest

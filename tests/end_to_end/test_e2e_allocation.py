@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from murmuration.accounting.certificate.certificate import verify
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.plan import Event
 from tests.support import forking
 from tests.support.launching import ROOT, TIMEOUT, Launch, committed, environment, ledger_lines
 from tests.support.runs import SMALL_STEPS, account, final_weights

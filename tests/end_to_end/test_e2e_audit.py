@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import murmuration.train.step
-from murmuration.accounting.epsilon.accountant import Event
 from murmuration.accounting.epsilon.audit_evidence import ACCUSED
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.ledger.facts import StepFacts
+from murmuration.accounting.plan import Event
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.audit.canaries import CANARY, CanaryBatches, toss
 from murmuration.train.audit.checks import check_sampling

@@ -60,11 +60,11 @@ def test_a_config_of_another_model_and_the_runs_private_records_are_refused(
     assert "protects these records" in capsys.readouterr().err
 
 
-def test_what_lies_beside_the_weights_serves_for_the_config_and_older_ones_ask_for_it(
+def test_what_lies_beside_the_weights_serves_for_the_config_and_others_ask_for_it(
     finished: tuple[Path, str], asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """An export, moved to where the run is unknown; then as an earlier version would have written it."""
+    """An export, moved to where the run is unknown; then without its model, as that of a program of one's own."""
     run_dir, config = finished[0], finished[0].parents[1] / "whole.json"
     monkeypatch.setattr("sys.argv", ["export.py", str(run_dir), str(tmp_path / "moved")])
     assert export.main() == 0
@@ -84,7 +84,7 @@ def test_what_lies_beside_the_weights_serves_for_the_config_and_older_ones_ask_f
     note = json.loads((tmp_path / "moved" / "export.json").read_text())
     (tmp_path / "moved" / "export.json").write_text(json.dumps({k: v for k, v in note.items() if k != "model"}))
     assert evaluate("zero-shot", tmp_path / "moved", *asked, "--out", tmp_path / "other") == 2
-    assert "written by an earlier version" in capsys.readouterr().err
+    assert "does not describe its model" in capsys.readouterr().err
     assert evaluate("zero-shot", tmp_path / "moved", *asked, "--config", config, "--out", tmp_path / "other") == 0
     assert result(tmp_path / "other")["numbers"] == given["numbers"]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.keys import KEY_BYTES, RunKey, load
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import PlanError
+from murmuration.accounting.plan import Event, PlanError
 from murmuration.accounting.unit import Unit
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.train.config.root import NoiseKind, Phase

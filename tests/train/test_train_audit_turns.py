@@ -11,9 +11,8 @@ import pytest
 from scipy.stats import multivariate_normal
 
 from murmuration.accounting.banded import best_banded
-from murmuration.accounting.epsilon.accountant import Event
 from murmuration.accounting.epsilon.trade_off import of_events
-from murmuration.accounting.plan import PrivacyPlan, threshold_of
+from murmuration.accounting.plan import Event, PrivacyPlan, threshold_of
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.train.audit.checks import check_allocation, check_noise
 from murmuration.train.audit.scores import scores

@@ -157,18 +157,6 @@ def test_ranks_share_the_rows_and_their_files_are_the_owners_alone(tmp_path: Pat
     assert {path.stat().st_mode & 0o777 for path in kept.iterdir()} == {0o600}
 
 
-def test_files_of_an_older_version_stay_and_are_named(tmp_path: Path) -> None:
-    for name in ("features.json", "features.npy", "labels.npy", "state.npy"):
-        (tmp_path / name).write_text("older")
-    said: list[str] = []
-    made(tmp_path, alone(), Pictures(), said=said.append)
-    assert all((tmp_path / name).read_text() == "older" for name in ("features.json", "features.npy", "state.npy"))
-    assert "are of an older version and are not used; delete them if no older version needs them" in said[-1]
-    said.clear()
-    made(tmp_path / "fresh", alone(), Pictures(), said=said.append)
-    assert len(said) == 1 and "23 to be computed" in said[0]
-
-
 def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch.Tensor]:
     model = head_only()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

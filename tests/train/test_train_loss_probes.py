@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
-from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlannedMetric, PrivacyPlan
+from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, Event, PlannedMetric, PrivacyPlan
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase

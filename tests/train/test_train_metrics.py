@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.privacy import ReleasedMetric
 from murmuration.train.noise.metrics import MetricRelease

@@ -220,7 +220,8 @@ def test_no_step_is_best_where_the_loss_does_not_curve_upwards() -> None:
 
 
 def test_the_suggested_batch_is_the_best_of_a_brute_search_with_sigma_calibrated_at_each_batch() -> None:
-    from murmuration.accounting.epsilon.accountant import Event, epsilon
+    from murmuration.accounting.epsilon.accountant import epsilon
+    from murmuration.accounting.plan import Event
 
     plan = plan_for(records=20_000, batch=800, steps=40, noise_multiplier=1.6, epsilon_budget=1e3)
     known = choices(plan, (0.25, 1.0, 4.0))

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
-from murmuration.accounting.plan import GRID_GROWTH, PlanError, PlannedMetric, fits_grid
+from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.plan import GRID_GROWTH, Event, PlanError, PlannedMetric, fits_grid
 from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment

@@ -17,9 +17,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.tensorboard import SummaryWriter
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
 from murmuration.data.draw.micro_batch import MicroBatch, even_width, row_count, slots
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip

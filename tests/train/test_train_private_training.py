@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.certificate.certificate import verify
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.plan import Event
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance

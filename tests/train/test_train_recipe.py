@@ -42,8 +42,8 @@ def real(tmp_path: Path, loaded: Callable[..., Config]) -> Callable[..., Config]
 def test_phases_open_their_data(real: Callable[..., Config]) -> None:
     warm, private = prepare(real())
     assert (warm.index.records, private.index.records, private.private) == (16, 40, True)
-    assert private.text is not None and set(private.contents()) == {"data", "tokenizer"}
-    assert set(warm.contents()) == {"data"} and warm.held_out is None
+    assert private.text is not None and set(private.contents()) == {"data", "pixels", "tokenizer"}
+    assert set(warm.contents()) == {"data", "pixels"} and warm.held_out is None
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import torch
 
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.cli.main import main as account
-from murmuration.accounting.epsilon.accountant import Event, epsilon, epsilon_below
+from murmuration.accounting.epsilon.accountant import epsilon, epsilon_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import RATE_DENOMINATOR, parse_delta, threshold_for
+from murmuration.accounting.plan import RATE_DENOMINATOR, Event, parse_delta, threshold_for
 from murmuration.model.build import build
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load

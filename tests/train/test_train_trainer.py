@@ -13,6 +13,7 @@ import pytest
 from murmuration.accounting.epsilon import accountant
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.plan import Event
 from murmuration.train.config.optimizer import Schedule
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.public.monitor import MonitorReading
@@ -141,7 +142,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     own = accountant._pld_epsilon
 
-    def watched(events: tuple[accountant.Event, ...], delta: float) -> float:
+    def watched(events: tuple[Event, ...], delta: float) -> float:
         seen.append((threading.current_thread().name, sum(event.count for event in events)))
         return own(events, delta)
 
@@ -161,7 +162,7 @@ def test_a_log_line_finds_its_epsilon_ready(tmp_path: Path, monkeypatch: pytest.
     assert [steps for thread, steps in seen if thread == main] == [EVERY], "only before the first line"
     assert [steps for thread, steps in seen if thread != main][:3] == [2 * EVERY, 3 * EVERY, 4 * EVERY]
     monkeypatch.undo()
-    events = [accountant.Event(SAMPLED.sampling_rate, 1.0, count) for count in range(EVERY, 4 * EVERY + 1, EVERY)]
+    events = [Event(SAMPLED.sampling_rate, 1.0, count) for count in range(EVERY, 4 * EVERY + 1, EVERY)]
     assert found == [accountant.epsilon([event], SAMPLED.delta) for event in events]
 
 
@@ -178,7 +179,7 @@ def test_what_was_not_foreseen_is_computed_anew(tmp_path: Path) -> None:
     journal.open_step(0, 5 + EVERY, facts(5 + EVERY))
     with pytest.raises(LedgerError, match="had announced"):
         journal.commit_step(0, 5 + EVERY, facts(5 + EVERY, std=PLAN.noise_std / 2))
-    foreseen = accountant.epsilon([accountant.Event(1.0, PLAN.noise_multiplier, 5 + EVERY)], PLAN.delta)
+    foreseen = accountant.epsilon([Event(1.0, PLAN.noise_multiplier, 5 + EVERY)], PLAN.delta)
     assert spent() == journal.history.epsilon() > foreseen
 
 
@@ -201,8 +202,8 @@ def test_charges_follow_what_was_done_after_they_were_asked_for(tmp_path: Path) 
     """They are remembered, but only for the facts that they follow from."""
     journal = begin(tmp_path, PLAN)
     journal.open_step(0, 1, facts(1))
-    assert journal.history.charged() == [accountant.Event(1.0, PLAN.noise_multiplier, 1)]
+    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 1)]
     with pytest.raises(LedgerError, match="had announced"):
         journal.commit_step(0, 1, facts(1, std=PLAN.noise_std / 2))
-    assert journal.history.charged() == [accountant.Event(1.0, PLAN.noise_multiplier / 2, 1)]
-    assert journal.history.last_charge() == accountant.Event(1.0, PLAN.noise_multiplier / 2, 1)
+    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier / 2, 1)]
+    assert journal.history.last_charge() == Event(1.0, PLAN.noise_multiplier / 2, 1)

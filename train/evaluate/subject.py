@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from murmuration.accounting.forms import FIRST
+from murmuration.accounting.errors import FIRST
 from murmuration.train.evaluate.errors import EvaluationError
 from murmuration.train.evaluate.public_records import RecordsPlace
 

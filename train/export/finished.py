@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from murmuration.accounting.forms import FIRST
+from murmuration.accounting.errors import FIRST
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.model.build import Model, build
 from murmuration.model.foreign_config import Preprocessing

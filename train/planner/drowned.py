@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, quick_epsilon
+from murmuration.accounting.epsilon.accountant import quick_epsilon
 from murmuration.accounting.epsilon.calibrate import MOST_EPSILON
-from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
 
 DROWNED = 10.0
 """The ratio from which a plan is called useless."""

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.plan import Event, PrivacyPlan
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.config.root import Config, Phase

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import RATE_DENOMINATOR, PrivacyPlan, threshold_for
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.plan import RATE_DENOMINATOR, Event, PrivacyPlan, threshold_for
 from murmuration.train.public.curvature import Curvature
 
 FACTORS = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.banded import BandedError
-from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps
-from murmuration.accounting.plan import PlanError, PrivacyPlan
+from murmuration.accounting.plan import Event, PlanError, PrivacyPlan
 from murmuration.accounting.unit import Reduce, Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList

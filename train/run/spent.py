@@ -11,8 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from murmuration.accounting.epsilon.accountant import Event, epsilon, merge
+from murmuration.accounting.epsilon.accountant import epsilon, merge
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.plan import Event
 
 
 class Spent:
