@@ -18,7 +18,6 @@ COMMANDS = {
     "evaluate": ("murmuration.train.commands.evaluate", "what a trained model can do, on public records"),
     "use": ("murmuration.train.commands.use", "captions, classes or features of your own pictures by a trained model"),
     "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
-    "track": ("murmuration.train.commands.track", "public curves of a run to MLflow or W&B"),
     "export": ("murmuration.train.commands.export", "weights and certificate for release"),
 }  # fmt: skip
 

@@ -72,7 +72,6 @@ def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
         "evaluate",
         "use",
         "doctor",
-        "track",
         "export",
     ]
     for command in listed:
