@@ -30,7 +30,6 @@ from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.data.index.open import open_index
 from murmuration.data.index.scan import _Window, scan
 from murmuration.data.index.shard_index import ShardIndex, build
-from murmuration.data.overlap.hash_store import hash_index
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import BLOCK, LONGEST_EXTENSION, split_name, walk
 from murmuration.train.storage.feature_store import HEADER, FeatureFolder
@@ -456,21 +455,6 @@ def test_forged_npy_files_are_a_sentence_wherever_one_is_read(
         (images.folder / name).write_bytes(WRONG_NPY[wrong])
         with pytest.raises(ShardError, match="build it with"):
             FolderIndex.open(images.folder)
-
-
-@pytest.mark.parametrize(
-    "name, wrong",
-    [("hashes.npy", "empty"), ("states.npy", "far too many"), ("hashes.npy", "broken archive"), ("about.json", "deep")],
-)
-def test_damaged_hashes_are_made_anew(
-    tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..., bytes], name: str, wrong: str
-) -> None:
-    write_tar(tmp_path / "a.tar", [{"__key__": "a", "jpg": picture(1)}])
-    index = build(tmp_path)
-    whole = hash_index(index, 1, lambda done, total: None)
-    (index.folder / "phash" / name).write_bytes(DEEP if name == "about.json" else WRONG_NPY[wrong])
-    again = hash_index(index, 1, lambda done, total: None)
-    assert again.values.tolist() == whole.values.tolist() and again.valid.tolist() == [True]
 
 
 @pytest.mark.parametrize("wrong", WRONG_JSON)
