@@ -22,6 +22,6 @@ with murmuration.PrivateTraining(
     optimizer=partial(optim.AdamW, lr=0.01), schedule=partial(optim.lr_scheduler.CosineAnnealingLR, T_max=100),
     example=(torch.zeros(8), torch.zeros(())),
 ) as training:  # fmt: skip
-    for step in training:
+    for _ in training:
         pass  # look at training.model, or measure it on public records with training.evaluate(...)
     print(training.finish())

@@ -11,15 +11,13 @@ COMMANDS = {
         "murmuration.train.commands.train",
         "train a config (on several GPUs: deepspeed --module murmuration train ...)",
     ),
-    "prepare": ("murmuration.launch.prepare", "index data, draw synthetic data, leave out what public sets hold, too"),
+    "prepare": ("murmuration.launch.prepare", "index, pack and check data, draw synthetic data"),
     "account": ("murmuration.accounting.cli.main", "epsilon, calibration, and the verification of finished runs"),
     "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
-    "four-way": ("murmuration.train.commands.four_way", "what clipping and noise cost, on public data"),
     "evaluate": ("murmuration.train.commands.evaluate", "what a trained model can do, on public records"),
     "use": ("murmuration.train.commands.use", "captions, classes or features of your own pictures by a trained model"),
     "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
-    "track": ("murmuration.train.commands.track", "public curves of a run to MLflow or W&B"),
     "export": ("murmuration.train.commands.export", "weights and certificate for release"),
 }  # fmt: skip
 

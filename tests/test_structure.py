@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("accounting", "data", "evaluation", "launch", "model", "train")
+FOLDERS = ("accounting", "contrib", "data", "evaluation", "launch", "model", "train")
 MOST_FILES_TO_AUDIT = 40
 
 

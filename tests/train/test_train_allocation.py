@@ -127,7 +127,7 @@ def test_any_noise_goes_with_it(tmp_path: Path, kind: NoiseKind) -> None:
 def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
     wrong: list[dict[str, Any]] = [{"bands": 3}, {"keep_key": True}]
     for each in wrong:
-        with pytest.raises(PlanError, match="random allocation .* do not go together"):
+        with pytest.raises(PlanError, match=r"random allocation .* do not go together"):
             training(tmp_path, **SETTINGS, **each)
 
 

@@ -34,7 +34,7 @@ def rates_of(
     function: Any = given
     if callable(function):
         return lambda step: _sound(function(step), step)
-    rate = own if given is None else given
+    rate: Any = own if given is None else given
     if rate is None:
         raise UnfitOptimizerError(
             "murmuration.Optimizer has no learning rate of its own; give schedule= a number, a function of the step, a "
