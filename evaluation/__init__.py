@@ -1,1 +1,1 @@
-"""What a trained model can do, measured on public images: zero-shot labels and captions."""
+"""What a trained model can do, measured on public records."""

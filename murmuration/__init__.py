@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from murmuration.train.evaluate.load import load
+    from murmuration.evaluation.models.load import load
     from murmuration.train.private import PrivateTraining
 
 __all__ = ["PrivateTraining", "load"]
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return PrivateTraining
     if name == "load":
-        from murmuration.train.evaluate.load import load
+        from murmuration.evaluation.models.load import load
 
         return load
     raise AttributeError(f"module 'murmuration' has no attribute {name!r}")

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "init": ("murmuration.train.commands.init", "write a first config for your own data"),
+    "init": ("murmuration.launch.init", "write a first config for your own data"),
     "train": (
         "murmuration.train.commands.train",
         "train a config (on several GPUs: deepspeed --module murmuration train ...)",
@@ -16,8 +16,8 @@ COMMANDS = {
     "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
     "four-way": ("murmuration.train.commands.four_way", "what clipping and noise cost, on public data"),
-    "evaluate": ("murmuration.train.commands.evaluate", "what a trained model can do, on public records"),
-    "use": ("murmuration.train.commands.use", "captions, classes or features of your own pictures by a trained model"),
+    "evaluate": ("murmuration.launch.evaluate", "what a trained model can do, on public records"),
+    "use": ("murmuration.launch.use", "captions, classes or features of your own pictures by a trained model"),
     "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
     "track": ("murmuration.train.commands.track", "public curves of a run to MLflow or W&B"),
     "export": ("murmuration.train.commands.export", "weights and certificate for release"),

@@ -227,7 +227,7 @@ def test_a_run_and_its_export_are_loaded_as_one_model(root: Path) -> None:
 
 def test_use_needs_no_deepspeed(root: Path) -> None:
     code = (
-        "import sys; from murmuration.train.commands.use import main; assert main(sys.argv[1:]) == 0\n"
+        "import sys; from murmuration.launch.use import main; assert main(sys.argv[1:]) == 0\n"
         "assert 'deepspeed' not in sys.modules"
     )
     asked = [root / "caption-safetensors", root / "public" / "red" / "000.png"]
