@@ -1,9 +1,9 @@
 """use WHAT PICTURE...: captions, classes, names or features of your own pictures, by a trained model.
 
-WHAT is an export, a run directory (its last checkpoint), or anything else that evaluate takes. A PICTURE is a file or a
-folder of them. A captioner writes captions, or says which of some names fits best; a classifier gives its likeliest
-classes; a masked autoencoder fills in hidden patches. Pictures that cannot be read are named and skipped; the exit code
-is 2 if none can be.
+WHAT is an export, a run directory (its last checkpoint), or anything else that evaluate takes, but for AlexNet. A
+PICTURE is a file or a folder of them. A captioner writes captions, or says which of some names fits best; a classifier
+gives its likeliest classes; a masked autoencoder fills in hidden patches. Pictures that cannot be read are named and
+skipped; the exit code is 2 if none can be.
 """
 
 from __future__ import annotations

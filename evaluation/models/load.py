@@ -128,6 +128,7 @@ class LoadedModel(nn.Module):
 
 def load(path: str | os.PathLike[str], best: bool = False) -> LoadedModel:
     """The model in an export, a run directory (its last checkpoint, or with `best` the one that run.keep_best kept), or
-    anything else that `evaluate` takes. Everything that it needs lies beside the weights; nothing is downloaded."""
+    anything else that `evaluate` takes but for AlexNet. Everything that it needs lies beside the weights; nothing is
+    downloaded."""
     subject = Subject.at(Path(path), best=best)
     return LoadedModel(subject, open_model(subject, Sizes(), headless=True))

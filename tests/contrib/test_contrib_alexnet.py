@@ -13,12 +13,20 @@ from murmuration.contrib.alexnet import read_alexnet
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.subject import Subject
 from murmuration.evaluation.models.weights import Evaluated, Sizes, features_of, open_model
-from tests.evaluation.test_eval_library import pictures, same, world  # noqa: F401
-from tests.support.evaluation_world import evaluate, result, saved
+from tests.evaluation.test_eval_library import pictures, same
+from tests.support.evaluation_world import class_folders, evaluate, result, saved
 
 
 def opened(path: Path) -> Evaluated:
     return open_model(Subject.at(path), Sizes(image_size=64), "half", readers=(read_alexnet,))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    class_folders(folder / "train", 6)
+    class_folders(folder / "test", 3, seed=500)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 import murmuration
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.data.index.folders import build_folder
+from murmuration.launch import use
 from murmuration.model.released import load_dpcap, load_vip_mae
 from murmuration.model.weight_files import read_weights
-from murmuration.train.commands import export, use
+from murmuration.train.commands import export
 from tests.support.evaluation_world import class_folders, class_list, shards, tokenizer
 from tests.support.foreign_models import ENCODER
 from tests.support.launching import ROOT, Launch
