@@ -32,14 +32,14 @@ OWNER_ALONE = 0o600
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PredictionOptions:
     beams: int = 1
     names: tuple[str, ...] = ()
     template: str | None = None
 
 
 @dataclass
-class Said:
+class Predictions:
     """A row per readable picture, with `text` in a few words, and why each other one cannot be used."""
 
     head: str
@@ -70,9 +70,11 @@ def pictures_in(places: Sequence[Path]) -> list[Path]:
     return found
 
 
-def say(model: LoadedModel, pictures: Sequence[Path], wanted: Wanted, features: bool, page: bool) -> Said:
-    answer = _answerer(model, wanted)
-    said = Said(answer.head)
+def say(
+    model: LoadedModel, pictures: Sequence[Path], asked: PredictionOptions, features: bool, page: bool
+) -> Predictions:
+    answer = _answerer(model, asked)
+    said = Predictions(answer.head)
     for names, images in _seen(model, pictures, said.bad):
         rows = answer(images, len(said.rows))
         said.rows += [{"picture": name, **row} for name, row in zip(names, rows, strict=True)]
@@ -83,7 +85,7 @@ def say(model: LoadedModel, pictures: Sequence[Path], wanted: Wanted, features: 
     return said
 
 
-def write_features(said: Said, path: Path) -> None:
+def write_features(said: Predictions, path: Path) -> None:
     """.npz with `features` [n, width] and `pictures`, or .npy of the features alone."""
     found = np.concatenate(said.features) if said.features else np.zeros((0, 0), np.float32)
     with atomic(path, OWNER_ALONE) as file:
@@ -93,7 +95,7 @@ def write_features(said: Said, path: Path) -> None:
             np.save(file, found)
 
 
-def write_page(model: LoadedModel, said: Said, path: Path) -> None:
+def write_page(model: LoadedModel, said: Predictions, path: Path) -> None:
     """In one file, with the pictures inside: for the owner alone, who may share it."""
     from murmuration.evaluation.session.result import Outcome, Result, Tile, certificate_of, page_of
 
@@ -129,7 +131,7 @@ def _seen(model: LoadedModel, pictures: Sequence[Path], bad: dict[str, str]) -> 
 @dataclass(frozen=True)
 class _Answerer:
     model: LoadedModel
-    wanted: Wanted
+    wanted: PredictionOptions
     template: str = ""
 
     @property
@@ -170,7 +172,7 @@ def _ranked(found: Any, names: Sequence[str], what: str, measure: str, most: int
     return rows
 
 
-def _answerer(model: LoadedModel, wanted: Wanted) -> _Answerer:
+def _answerer(model: LoadedModel, wanted: PredictionOptions) -> _Answerer:
     """Refuses what the model cannot do before any picture is read."""
     if not isinstance(model.body, Captioner):
         if wanted.names or wanted.beams > 1:

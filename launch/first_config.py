@@ -46,7 +46,7 @@ CHECKPOINTS = 10
 
 
 @dataclass(frozen=True)
-class Wish:
+class ConfigRequest:
     """The arguments of the command."""
 
     goal: str
@@ -102,49 +102,49 @@ RULES = {
 }  # fmt: skip
 
 
-def compose(wish: Wish) -> str:
-    rule = RULES[wish.goal]
-    index = _opened(wish.data, "--data")
-    if wish.held_out is not None:
-        _opened(wish.held_out, "--held-out")
-    start = _weights(wish.start) if wish.start is not None else None
-    data, means, outputs = _data(wish, rule, index, start)
+def compose(asked: ConfigRequest) -> str:
+    rule = RULES[asked.goal]
+    index = _opened(asked.data, "--data")
+    if asked.held_out is not None:
+        _opened(asked.held_out, "--held-out")
+    start = _weights(asked.start) if asked.start is not None else None
+    data, means, outputs = _data(asked, rule, index, start)
     steps = rule.steps(index.records)
     return json_text(
-        TEMPLATE, n=f"{index.records:,}", model=_model(wish, rule, start, outputs),
+        TEMPLATE, n=f"{index.records:,}", model=_model(asked, rule, start, outputs),
         model_from="of the size of the weights" if start else "docs/models.md lists the sizes",
-        start=_path(str(_to_start_from(wish.start)), wish.out) if wish.start else None, data=data, data_means=means,
-        objective=wish.goal, epsilon=wish.epsilon, parts=rule.parts, batch_from=rule.batch_from,
+        start=_path(str(_to_start_from(asked.start)), asked.out) if asked.start else None, data=data, data_means=means,
+        objective=asked.goal, epsilon=asked.epsilon, parts=rule.parts, batch_from=rule.batch_from,
         batch=rule.batch(index.records), params=rule.params, schedule=rule.schedule, rate_from=rule.rate_from,
-        passes=rule.passes, steps=steps, held_out=_path(wish.held_out, wish.out) if wish.held_out else None,
+        passes=rule.passes, steps=steps, held_out=_path(asked.held_out, asked.out) if asked.held_out else None,
         every=math.ceil(steps / CHECKPOINTS),
     )  # fmt: skip
 
 
-def told(wish: Wish) -> list[str]:
+def told(asked: ConfigRequest) -> list[str]:
     """What was written comes to, for the console; an error where the dry run would refuse it."""
-    config = load(wish.out, [])
-    meaning(on_this_machine(config, run_dir_of(config, wish.out)))
+    config = load(asked.out, [])
+    meaning(on_this_machine(config, run_dir_of(config, asked.out)))
     number = len(config.phases) - 1
     phase = config.phases[number]
     assert phase.privacy is not None
     records = known_records(phase, f"phases.{number}")[0]
     plan = make_plan(phase, phase.privacy, records, f"phases.{number}", noise=config.run.noise)
     lines = [
-        f"{wish.out}: {plan.steps} steps of {plan.divisor:,.0f} of n = {records:,} records, ε = {wish.epsilon:g} at "
+        f"{asked.out}: {plan.steps} steps of {plan.divisor:,.0f} of n = {records:,} records, ε = {asked.epsilon:g} at "
         f"δ = {plan.delta:.3g}, which takes sigma = {plan.noise_multiplier:g}"
     ]
-    if wish.start is None:
+    if asked.start is None:
         lines.append("it starts from random weights, from which private training learns little: name public ones by "
                      "--start, or put a public phase first as the recipes do (docs/recipes.md)")  # fmt: skip
-    named = [name for name, given in (("--held-out", wish.held_out), ("--start", wish.start)) if given]
+    named = [name for name, given in (("--held-out", asked.held_out), ("--start", asked.start)) if given]
     if named:
         lines.append(
             f'it says "public": true of {" and ".join(named)}, by your word that nobody\'s privacy depends on them'
         )
     if getattr(phase.data, "classes", None) is not None:
         lines.append("its list of classes must be public knowledge and not made of the private records")
-    return [*lines, f"next: deepspeed launch/train.py --config {wish.out} --dry-run"]
+    return [*lines, f"next: deepspeed launch/train.py --config {asked.out} --dry-run"]
 
 
 def _opened(source: str, option: str) -> RecordIndex:
@@ -161,68 +161,70 @@ def _path(given: str, out: Path) -> str:
     return os.path.relpath(given, out.parent)
 
 
-def _data(wish: Wish, rule: Rule, index: RecordIndex, start: Evaluated | None) -> tuple[dict[str, Any], str, int]:
+def _data(
+    asked: ConfigRequest, rule: Rule, index: RecordIndex, start: Evaluated | None
+) -> tuple[dict[str, Any], str, int]:
     """The data section, what its comment adds, and the number of outputs (classes or words; 0: neither)."""
-    section = {"source": "shards", "path": _path(wish.data, wish.out), "augment": rule.augment}
-    if wish.goal == "classify":
-        named, outputs = _classes(wish, index)
-        section |= {"label": _label(wish, index), **({"multi_label": True} if wish.multi_label else {}), **named}
+    section = {"source": "shards", "path": _path(asked.data, asked.out), "augment": rule.augment}
+    if asked.goal == "classify":
+        named, outputs = _classes(asked, index)
+        section |= {"label": _label(asked, index), **({"multi_label": True} if asked.multi_label else {}), **named}
         means = "; the list of classes must be public knowledge and not made of them" if named else ""
         return section, means, outputs
-    if wish.goal == "caption":
-        _require_captions(wish, index)
-        tokenizer = wish.tokenizer or (start.tokenizer if start is not None else None) or "clip"
+    if asked.goal == "caption":
+        _require_captions(asked, index)
+        tokenizer = asked.tokenizer or (start.tokenizer if start is not None else None) or "clip"
         try:
             words = TextEncoder(tokenizer, ModelSettings.model_fields["text_length"].default).vocabulary
         except TokenizerError as error:
             raise RecipeError(f"--tokenizer: {error}") from None
-        named = tokenizer if is_built_in(tokenizer) else _path(tokenizer, wish.out)
+        named = tokenizer if is_built_in(tokenizer) else _path(tokenizer, asked.out)
         return section | {"tokenizer": named}, "; the tokenizer must not be learnt from them", words
     return section, "", 0
 
 
-def _label(wish: Wish, index: RecordIndex) -> str:
-    if wish.label is not None:
-        return wish.label
+def _label(asked: ConfigRequest, index: RecordIndex) -> str:
+    if asked.label is not None:
+        return asked.label
     if isinstance(index, FolderIndex):
         if not index.labelled:
-            raise RecipeError(f"--data {wish.data} has no class folders; pack its pictures with a table of labels")
+            raise RecipeError(f"--data {asked.data} has no class folders; pack its pictures with a table of labels")
         return FOLDERS
     names = shared_names(index) if isinstance(index, ShardIndex) else None
     if names is None or f".{FOLDERS}" in names[0]:
         return FOLDERS
     listed = f"; their .json has {', '.join(map(repr, sorted(names[1])))[:300]}" if names[1] else ""
     raise RecipeError(
-        f"--data {wish.data}: no record, or next to none, has a .cls{listed}; name the field of the label with "
+        f"--data {asked.data}: no record, or next to none, has a .cls{listed}; name the field of the label with "
         "--label, or pack the pictures with --label COLUMN"
     )
 
 
-def _require_captions(wish: Wish, index: RecordIndex) -> None:
+def _require_captions(asked: ConfigRequest, index: RecordIndex) -> None:
     if isinstance(index, FolderIndex):
-        raise RecipeError(f"--data {wish.data} has single images, which have no captions; pack them with a table")
+        raise RecipeError(f"--data {asked.data} has single images, which have no captions; pack them with a table")
     names = shared_names(index) if isinstance(index, ShardIndex) else None
     if names is None or f".{CAPTION}" in names[0] or CAPTIONS in names[1]:
         return
     raise RecipeError(
-        f"--data {wish.data}: no record, or next to none, has a .txt or a list `captions` in its .json; pack the "
+        f"--data {asked.data}: no record, or next to none, has a .txt or a list `captions` in its .json; pack the "
         "pictures with --caption COLUMN, or choose another goal"
     )
 
 
-def _classes(wish: Wish, index: RecordIndex) -> tuple[dict[str, str], int]:
+def _classes(asked: ConfigRequest, index: RecordIndex) -> tuple[dict[str, str], int]:
     """The key that names the list of classes, where there is one, and the number of classes."""
-    if wish.classes is not None and wish.classes.isdecimal():
-        return {}, int(wish.classes)
+    if asked.classes is not None and asked.classes.isdecimal():
+        return {}, int(asked.classes)
     # Named as the data are, if it lies there, so that both paths are relative or both are not.
-    places = [Path(wish.classes)] if wish.classes else [Path(wish.data) / CLASSES, index.folder.parent / CLASSES]
-    path = next((place for place in places if wish.classes or place.is_file()), None)
+    places = [Path(asked.classes)] if asked.classes else [Path(asked.data) / CLASSES, index.folder.parent / CLASSES]
+    path = next((place for place in places if asked.classes or place.is_file()), None)
     if path is None:
         raise RecipeError(
-            f"--classes is missing, and there is no {CLASSES} beside {wish.data}: name a public list of the class "
+            f"--classes is missing, and there is no {CLASSES} beside {asked.data}: name a public list of the class "
             "names, or the number of classes if the labels are numbers"
         )
-    return {"classes": _path(str(path), wish.out)}, len(read_list(path, "--classes").names)
+    return {"classes": _path(str(path), asked.out)}, len(read_list(path, "--classes").names)
 
 
 def _weights(path: Path) -> Evaluated:
@@ -240,16 +242,16 @@ def _to_start_from(path: Path) -> Path:
     return next((path / name for name in WEIGHT_FILES if (path / name).is_file()), path)
 
 
-def _model(wish: Wish, rule: Rule, start: Evaluated | None, outputs: int) -> dict[str, Any]:
-    if start is not None and wish.size is not None:
+def _model(asked: ConfigRequest, rule: Rule, start: Evaluated | None, outputs: int) -> dict[str, Any]:
+    if start is not None and asked.size is not None:
         raise RecipeError("--size is that of the weights that --start names; leave it out")
     if start is not None:
-        section = _of_shape(rule.family, start.shape, wish.image_size)
+        section = _of_shape(rule.family, start.shape, asked.image_size)
     else:
-        image_size = wish.image_size or ModelSettings.model_fields["image_size"].default
-        section = {"family": rule.family, **_of_size(rule.family, wish.size or "small", image_size)}
+        image_size = asked.image_size or ModelSettings.model_fields["image_size"].default
+        section = {"family": rule.family, **_of_size(rule.family, asked.size or "small", image_size)}
     if rule.family == "classifier":
-        section |= {"classes": outputs, **({"classify_loss": "sigmoid"} if wish.multi_label else {})}
+        section |= {"classes": outputs, **({"classify_loss": "sigmoid"} if asked.multi_label else {})}
     elif outputs:
         section["vocabulary"] = max(outputs, start.shape.vocabulary if start and start.objective == "caption" else 0)
     return section

@@ -77,20 +77,20 @@ def main(argv: list[str] | None = None) -> int:
                 f"{' and '.join(named)}: only what is public may be used without noise; add --public, your word that "
                 "nobody's privacy depends on it, or leave it out (records held out of the private ones are private)"
             )
-        from murmuration.launch.first_config import Wish, compose, told
+        from murmuration.launch.first_config import ConfigRequest, compose, told
 
-        wish = Wish(
+        asked = ConfigRequest(
             **{name: value for name, value in vars(arguments).items() if name not in ("out", "public")},
             out=arguments.out,
         )
-        text = compose(wish)
+        text = compose(asked)
         try:
             with arguments.out.open("x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise RecipeError(f"{arguments.out} cannot be written ({error.strerror}); name another --out") from None
         try:
-            lines = told(wish)
+            lines = told(asked)
         except BaseException:
             os.unlink(arguments.out)
             raise

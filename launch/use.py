@@ -63,11 +63,11 @@ def _use(arguments: argparse.Namespace) -> int:
     Subject.at(arguments.what, best=arguments.best)  # a wrong path is answered before torch is imported
     names = _names(arguments)
     from murmuration.evaluation.models.load import load
-    from murmuration.evaluation.use import Wanted, pictures_in, say, write_features, write_page
+    from murmuration.evaluation.use import PredictionOptions, pictures_in, say, write_features, write_page
 
     pictures = pictures_in(arguments.pictures)
     model = load(arguments.what, best=arguments.best)
-    wanted = Wanted(arguments.beam, names, arguments.template)
+    wanted = PredictionOptions(arguments.beam, names, arguments.template)
     said = say(model, pictures, wanted, arguments.features is not None, arguments.page is not None)
     for name, why in said.bad.items():
         print(printable(f"{name} was skipped: {why}"), file=sys.stderr)

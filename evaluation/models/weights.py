@@ -198,7 +198,7 @@ def _state(subject: Subject) -> tuple[dict[str, Tensor], str, Mapping[str, Any]]
 
 
 def _note(subject: Subject, told: Mapping[str, Any]) -> ModelNote | None:
-    """What is written beside our weights; a config serves in the place of one that cannot be read."""
+    """Reads the note saved with our weights, or falls back to --config."""
     try:
         return ModelNote.inside(told, subject.certified) if subject.kind in OURS else None
     except ModelNoteError:

@@ -26,7 +26,7 @@ from murmuration.evaluation.measures.rows import Rows
 from murmuration.evaluation.models.weights import Evaluated, Way, digest_of_model, features_of, width_of
 from murmuration.evaluation.session.sharing import Sharing
 from murmuration.train.clip.engine import Precision, autocast
-from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter
+from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, RowWriter
 
 CROPS = b"crops of a linear probe"
 """Public: two probes of the same records see the same crops."""
@@ -97,13 +97,15 @@ def extract(
             with closing(reader), closing(RowWriter(store)) as writer:
                 for view in range(count):
                     part = RowsToFill(view * index.records, np.arange(index.records), view)
-                    filling = Filling(store, writer, reader, computing, sharing, _said(what, view, count))
+                    shown = f"features of {what}" + (f", view {view + 1} of {views}" if views > 1 else "")
+                    filling = Filling(store, writer, reader, computing, sharing, shown)
                     filling.fill(part, lambda x: features_of(model, x, way))
-    return _readable(store.rows(), index.records, count)
-
-
-def _said(what: str, view: int, views: int) -> str:
-    return f"features of {what}" + (f", view {view + 1} of {views}" if views > 1 else "")
+    stored = store.rows()
+    state = np.asarray(stored.state).reshape(count, index.records)
+    # A record counts only if all of its views can be read, so that views can be mixed.
+    readable = np.flatnonzero((state == PRESENT).all(axis=0))
+    rows = [Rows(stored.features, stored.labels, view * index.records + readable) for view in range(count)]
+    return Extracted(rows, index.records - len(readable))
 
 
 @contextmanager
@@ -168,10 +170,3 @@ class Filling:
         """The micro-batches of which any row is missing."""
         missing = self.store.missing(0, 1) - part.first
         return np.unique(missing[(missing >= 0) & (missing < len(part.ids))] // self.computing.micro_batch)
-
-
-def _readable(stored: FeatureRows, records: int, views: int) -> Extracted:
-    state = np.asarray(stored.state).reshape(views, records)
-    readable = np.flatnonzero((state == PRESENT).all(axis=0))
-    rows = [Rows(stored.features, stored.labels, view * records + readable) for view in range(views)]
-    return Extracted(rows, records - len(readable))

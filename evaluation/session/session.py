@@ -92,8 +92,10 @@ class Session:
         certificate, notes = certificate_of(self.subject, self.model.certified)
         told = {"what": self.subject.path.resolve().name, "form": self.subject.kind, "digest": self.model.digest}
         used = {name: {"digest": digest_for_all(part.index), "records": len(part.ids)} for name, part in data.items()}
+        view = self.view
+        seen = {"view": "resize-crop", **view._asdict()} if isinstance(view, ResizeCrop) else {"view": view}
         all_settings = {
-            **_told(self.view), "precision": self.computing.precision, "micro_batch": self.computing.micro_batch,
+            **seen, "precision": self.computing.precision, "micro_batch": self.computing.micro_batch,
             **settings,
         }  # fmt: skip
         notes += [f"{self.model.report.source}: {note}." for note in self.model.report.notes]
@@ -174,10 +176,6 @@ class Work:
     classes: ClassList | None
     open_model: Callable[[Subject], Evaluated]
     """Opens other models than the session's as that was opened."""
-
-
-def _told(view: Augment) -> dict[str, object]:
-    return {"view": "resize-crop", **view._asdict()} if isinstance(view, ResizeCrop) else {"view": view}
 
 
 def numbered(chosen: Chosen, given: ClassList | None, label: str) -> ClassList:
