@@ -118,35 +118,7 @@ class StandIn:
         return f"NOT PRIVATE at ε = {self.epsilon:g}: a TAN simulation, batch and noise divided by {self.scale:g}"
 
 
-@dataclass(frozen=True)
-class ScaledSpace:
-    """Where gradients are clipped, summed and noised: each element multiplied by a power of two that public second
-    moments decide (`scale_table.py`). C and the noise are of that space, in which one record moves the sum by at most
-    C; the noised mean is divided by the same numbers, which is post-processing."""
-
-    __pydantic_config__ = CLOSED
-    scales: str
-    """The digest of the table of scales."""
-    lowest: int
-    """The exponent of the smallest scale of any element, and of the largest."""
-    highest: int
-
-    def __post_init__(self) -> None:
-        if not -MOST_EXPONENT <= self.lowest <= self.highest <= MOST_EXPONENT:
-            raise PlanError(
-                f"the exponents of scales must lie between -{MOST_EXPONENT} and {MOST_EXPONENT}, lowest first, but are "
-                f"{self.lowest} and {self.highest}"
-            )
-
-    def noise_on_weights(self, std: float) -> tuple[float, float]:
-        """The least and the most noise on an element of the gradient's sum, once it is mapped back."""
-        return math.ldexp(std, -self.highest), math.ldexp(std, -self.lowest)
-
-
-MOST_EXPONENT = 80
-_PARTS = {
-    "adaptive": AdaptiveRule, "stands_for": StandIn, "units": Unit, "banded": BandedNoise, "scaling": ScaledSpace,
-}  # fmt: skip
+_PARTS = {"adaptive": AdaptiveRule, "stands_for": StandIn, "units": Unit, "banded": BandedNoise}
 
 
 @dataclass(frozen=True)
@@ -184,8 +156,6 @@ class PrivacyPlan:
     slots: int = 1
     """Above 1: random allocation. The steps are cut into epochs of so many, and each record takes part in exactly one
     step of every epoch; the last epoch may be cut. `threshold` is then the nearest to 2^32 / slots."""
-    scaling: ScaledSpace | None = None
-    """Set if gradients are scaled before they are clipped: the space in which C and the noise are meant."""
 
     def __post_init__(self) -> None:
         # Plans from a ledger have them as JSON.
@@ -317,7 +287,6 @@ class PrivacyPlan:
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
         names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "banded", "views", "slots")
-        names += ("scaling",)
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
         for name in ("views", "slots"):

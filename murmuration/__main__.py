@@ -15,11 +15,9 @@ COMMANDS = {
     "account": ("murmuration.accounting.cli.main", "epsilon, calibration, and the verification of finished runs"),
     "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
-    "four-way": ("murmuration.train.commands.four_way", "what clipping and noise cost, on public data"),
     "evaluate": ("murmuration.launch.evaluate", "what a trained model can do, on public records"),
     "use": ("murmuration.launch.use", "captions, classes or features of your own pictures by a trained model"),
     "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
-    "track": ("murmuration.train.commands.track", "public curves of a run to MLflow or W&B"),
     "export": ("murmuration.train.commands.export", "weights and certificate for release"),
 }  # fmt: skip
 

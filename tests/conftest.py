@@ -92,6 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in WHOLLY:
             item.add_marker("core")
+        if item.path.is_relative_to(TESTS / "contrib"):  # what no recipe uses is tried by `make test-slow` alone
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

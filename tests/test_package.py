@@ -13,7 +13,7 @@ import pytest
 from murmuration.accounting.certificate.certificate import verify
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("accounting", "data", "evaluation", "launch", "model", "train")
+PARTS = ("accounting", "contrib", "data", "evaluation", "launch", "model", "train")
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -69,11 +69,9 @@ def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
         "account",
         "plan",
         "audit",
-        "four-way",
         "evaluate",
         "use",
         "doctor",
-        "track",
         "export",
     ]
     for command in listed:

@@ -42,9 +42,11 @@ def test_constraints_pin_versions_without_addresses() -> None:
 
 
 def slow_or_not(path: Path) -> dict[str, bool]:
-    """The tests that a file defines, and whether each is marked slow, by itself or with its whole file."""
+    """The tests that a file defines, and whether each is marked slow, by itself, with its file or with its folder."""
     tree = ast.parse(path.read_text())
-    all_slow = any(isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {SLOW}" for node in tree.body)
+    all_slow = path.parent.name == "contrib" or any(
+        isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {SLOW}" for node in tree.body
+    )
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return {test.name: all_slow or SLOW in [ast.unparse(mark) for mark in test.decorator_list] for test in found}
 

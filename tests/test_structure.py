@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("accounting", "data", "evaluation", "launch", "model", "train")
+FOLDERS = ("accounting", "contrib", "data", "evaluation", "launch", "model", "train")
 MOST_FILES_TO_AUDIT = 40
 
 

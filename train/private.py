@@ -45,7 +45,6 @@ from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision
 from murmuration.train.clip.isolated import kept_of_records
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipRule, rounding_allowance
-from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import NoiseKind, Run, ZeroOptimization
 from murmuration.train.distributed.process import quiet_libraries
@@ -65,7 +64,6 @@ from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.optim.width import WidthFactors
 from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import require_room, too_large
@@ -108,16 +106,16 @@ class ClippingEngine:
 def clipping_engine(
     model: nn.Module, rule: ClipRule, optimizer: Optimizer, gradient_noise: float, engine: EngineSettings, ranks: Ranks,
     computation: Computation, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-    make: Callable[..., Engine] = make_engine, scaling: Scaling | None = None, keeps_before: bool = False,
+    make: Callable[..., Engine] = make_engine, keeps_before: bool = False,
 ) -> ClippingEngine:  # fmt: skip
     """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
     `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
-    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory, scaling)
+    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory)
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
     forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
-    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise, WidthFactors.of(optimizer, model))
+    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
     flat.keeps_before = keeps_before
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
@@ -358,8 +356,7 @@ class PrivateTraining:
             self._computation,
         )  # fmt: skip
         identity = [type(model).__qualname__, {name: list(shape) for name, shape in built.forward.shapes.items()}]
-        since = {"width_transfer"} if optimizer.width_transfer is None else set[str]()  # unset in older trainings
-        identity += [repr(rule), optimizer.model_dump(exclude=since), repr(self._computation), self._micro_batch]
+        identity += [repr(rule), optimizer.model_dump(), repr(self._computation), self._micro_batch]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.ranks.require_same("the model and the arguments of the training", digest)
         segment = self.ranks.on_main(

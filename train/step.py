@@ -76,11 +76,9 @@ class PrivateStep:
         self.ranks.require_same(f"the records of step {step}", draw.digest)
         rule = next_rule(self.clip, self.norm)
         noise = self.noise if self.norm is None else self.norm.noise(self.noise)
-        scaling = self.clip.scaling
-        update = NoisyUpdate(noise, step, scaling)
+        update = NoisyUpdate(noise, step)
         announced = update.fact(self.engine.trainable_elements)
-        scales = None if scaling is None else scaling.digest
-        self.record.opened(step, draw, rule.fact(scales), announced)
+        self.record.opened(step, draw, rule.fact(), announced)
 
         noise.prepare(step)
         observed = StepSummary(bound=rule.bound)
@@ -98,7 +96,7 @@ class PrivateStep:
                 self.metrics.add(present, each, rule.bound)
         # The largest of what all ranks' sums were made with and what the rule states now.
         largest = max(rule.sensitivity, *sensitivities)
-        summed = ClippingFact(rule.kind, largest, scales)
+        summed = ClippingFact(rule.kind, largest)
         if self.metrics is not None:
             observed.released = self.metrics.release(step)
         share = observed.released.get(RELEASED)

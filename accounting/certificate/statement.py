@@ -13,7 +13,7 @@ from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import PrivacyPlan, ScaledSpace
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 FORMAT = "murmuration-certificate/2"
@@ -43,12 +43,6 @@ ALLOCATED_MECHANISM = (
     "that is new for each epoch and segment; the divisor is n/slots, and an epoch is charged whole once it begins"
 )
 POISSON, ALLOCATED = "Poisson-subsampled Gaussian", "epochs of Gaussian steps, each record in one of them"
-# Appended where the gradients of some phase are scaled.
-SCALED_MECHANISM = (
-    "; where a plan has `scaling`: each element of a gradient is first multiplied by the power of two that a public "
-    "table names, C and the noise are of these scaled gradients, and the noised mean is divided by the same numbers, "
-    "which is post-processing"
-)
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
     "the ideal distributions.",
@@ -163,8 +157,7 @@ def compose(
         "adjacency": adjacency_in_words(history.unit),
         "mechanism": _mechanism(EXACT_MECHANISM if _all_exact(history) else MECHANISM, history.unit)
         + (BANDED_MECHANISM if banded else "")
-        + (ALLOCATED_MECHANISM if allocated else "")
-        + (SCALED_MECHANISM if any(plan.scaling is not None for plan in history.plans.values()) else ""),
+        + (ALLOCATED_MECHANISM if allocated else ""),
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
@@ -250,7 +243,6 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         "plan": plan.as_dict(),
         "sampling_rate": plan.sampling_rate,
         **({} if plan.banded is None else {"banded": _banded(plan, plan.banded)}),
-        **({} if plan.scaling is None else {"scaled_space": _scaled_space(plan, plan.scaling)}),
         "steps_opened": sum(1 for s in history.opened if s.phase == index),
         "steps_committed": sum(1 for s in history.committed if s.phase == index),
         "segments": len(history.segments_of(index)),
@@ -269,16 +261,6 @@ def _banded(plan: PrivacyPlan, matrix: BandedNoise) -> dict[str, Any]:
         "bands": matrix.bands,
         "matrix": matrix.digest,
         "noise_of_a_block": [plan.noise_std * matrix.spread(step) for step in range(1, matrix.bands + 1)],
-    }
-
-
-def _scaled_space(plan: PrivacyPlan, space: ScaledSpace) -> dict[str, Any]:
-    """Sensitivity and noise where they are meant, and the noise once it is mapped back; of the first C, if C adapts."""
-    lowest, highest = space.noise_on_weights(plan.noise_std)
-    return {
-        "sensitivity": plan.clip_norm,
-        "noise": plan.noise_std,
-        "noise_on_weights": {"lowest": lowest, "highest": highest},
     }
 
 

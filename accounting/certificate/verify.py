@@ -21,8 +21,6 @@ from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import lost_charges, read_heads, uncharged, unknown
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import ScaledSpace
-from murmuration.accounting.scale_table import ScaleError, ScaleTable, scales_name
 from murmuration.accounting.strict_json import JsonError, parse
 
 # Bounds that two processors compute for the same ledger agree to about 1e-12; a difference above this is refused.
@@ -82,7 +80,6 @@ def verify(
     history, entries = History.read(run_dir / "ledger.jsonl")
     _check_heads(run_dir, witness, history, entries)
     checkpoints = _check_checkpoints(run_dir, entries)
-    scaled = _check_scales(run_dir, history)
     private = bool(history.plans)
     # A run whose ledger records a fault has no epsilon: this raises an error that names the step.
     spent = history.epsilon(accountant) if private else 0.0
@@ -95,7 +92,6 @@ def verify(
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
             attached = check_attached(run_dir, certificate, history, signer)
-            attached.checked += scaled
             if certificate_path.name == "certificate.json":
                 _check_pages(run_dir, certificate, attached)
             earlier = EARLIER_FORM if certificate["format"] == EARLIER_FORMAT else None
@@ -164,23 +160,6 @@ def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:
             raise CertificateError(f"{manifest} is damaged, so it cannot vouch for the ledger; restore it") from None
         _require_line(entries, length, head, f"the checkpoint {manifest.parent.name}")
     return len(manifests)
-
-
-def _check_scales(run_dir: Path, history: History) -> list[str]:
-    """The tables of scales beside the ledger must be those that its plans name; exports have none."""
-    checked = []
-    for phase, plan in history.plans.items():
-        path = run_dir / scales_name(phase)
-        if plan.scaling is None or not path.is_file():
-            continue
-        try:
-            table = ScaleTable.read(path.read_bytes())
-        except ScaleError as error:
-            raise CertificateError(f"{path} is damaged ({error}); restore it") from None
-        if ScaledSpace(table.digest, *table.span) != plan.scaling:
-            raise CertificateError(f"{path} holds other scales than those of the plan; restore it")
-        checked.append(f"{path.name} holds the scales of phase {history.phase_names[phase]!r}")
-    return checked
 
 
 def _check_pages(run_dir: Path, certificate: dict[str, Any], found: Attached) -> None:

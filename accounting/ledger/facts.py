@@ -41,13 +41,11 @@ class SamplingFact:
 
 @dataclass(frozen=True)
 class ClippingFact:
-    """Reported by the clip engine: the most that one record moves the sum, and the digest of the public scales by which
-    each element of a gradient was multiplied before it was clipped (None: plain gradients)."""
+    """Reported by the clip engine: the most that one record moves the sum."""
 
     __pydantic_config__ = CLOSED
     rule: str
     sensitivity: float
-    scales: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,8 @@ class CorrelationFact:
 @dataclass(frozen=True)
 class NoiseFact:
     """Reported by the noise mechanism: the standard deviation of its draws and the source of their random bits, the
-    number of elements that got a draw, the constant it divided by, the grid of exact noise (0 for any other), how draws
-    of several steps were combined (None if they were not), and the digest of the scales by which the noised mean was
-    divided (None: by none)."""
+    number of elements that got a draw, the constant it divided by, the grid of exact noise (0 for any other), and how
+    draws of several steps were combined (None if they were not)."""
 
     __pydantic_config__ = CLOSED
     std: float
@@ -74,7 +71,6 @@ class NoiseFact:
     generator: str = "aes-256-ctr"
     grid: float = 0.0
     correlation: CorrelationFact | None = None
-    scales: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,6 @@ class StepFacts:
         for name in ("parts", "slots"):
             if value["sampling"][name] == 1:
                 del value["sampling"][name]
-        for part in (value["clipping"], value["noise"]):
-            if part["scales"] is None:
-                del part["scales"]
         return {**value, "metrics": metrics} if metrics else value
 
     def event(self) -> Event:
@@ -129,7 +122,7 @@ class StepFacts:
             return f"draws noise from {self.noise.generator!r}, which is unknown here; read it with a newer version"
         if self.noise.elements < 1:
             return "announces noise for no element"
-        if (departure := self._departure_from_grid(plan) or self._departure_from_scales(plan)) is not None:
+        if (departure := self._departure_from_grid(plan)) is not None:
             return departure
         fixed: list[tuple[str, float, float]] = [
             ("K", self.sampling.threshold, plan.threshold),
@@ -167,13 +160,6 @@ class StepFacts:
                 )
         return None
 
-    def _departure_from_scales(self, plan: PrivacyPlan) -> str | None:
-        """Sensitivity and noise must be of one space, the plan's."""
-        planned = None if plan.scaling is None else plan.scaling.scales
-        if (self.clipping.scales, self.noise.scales) == (planned, planned):
-            return None
-        return "clips gradients, or divides their noised mean, by other scales than its plan's"
-
     def fault_of(self, done: StepFacts) -> str | None:
         """Why a step announced like this cannot be accounted for; None if it can. Merely weaker noise is charged."""
         if done.sampling != self.sampling:
@@ -184,8 +170,6 @@ class StepFacts:
             return "was divided by another number than was announced"
         if (done.clipping.rule, done.noise.generator) != (self.clipping.rule, self.noise.generator):
             return "used another clipping rule or source of noise than was announced"
-        if (done.clipping.scales, done.noise.scales) != (self.clipping.scales, self.noise.scales):
-            return "scaled gradients by other numbers than was announced"
         if done.noise.correlation != self.noise.correlation:
             return "had noise of another matrix than was announced"
         if [done.noise.grid, *(m.grid for m in done.metrics)] != [self.noise.grid, *(m.grid for m in self.metrics)]:

@@ -316,7 +316,7 @@ class History:
 
     def without_noise(self) -> frozenset[str]:
         """Digests of all records that this run used as public: trained on, mixed in, or measured on; and those that
-        went into the weights and scales that it began with."""
+        went into the weights that it began with."""
         trained = (digest for manifests in self.public_manifests.values() for digest in manifests)
         used = (line.digest for line in self.public_uses if line.use in RECORDS_AS_PUBLIC)
         return frozenset(trained).union(used, (line.digest for line in self.earlier))
@@ -436,11 +436,6 @@ class History:
             expected = CorrelationFact(plan.banded.digest, facts.noise.std * spread)
         if facts.noise.correlation != expected:
             return "states noise of another matrix than its plan's, or with another deviation than that gives"
-        if plan.scaling is not None:
-            public, released = (PublicLine(step_id.phase, use, plan.scaling.scales) for use in ("scaling", "released"))
-            named = any(origin.used == "scales" for origin in self.origins)
-            if public not in self.public_uses and not (released in self.public_uses and named):
-                return "scales gradients by numbers that nobody declared public, or released by a run that it names"
         return None
 
     def _charge(self, step_id: StepId, announced: StepFacts) -> Event:

@@ -124,7 +124,7 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "scaling", "released"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights"]
 
 RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
 """Those of these uses that are of records; their digests are the records'."""
@@ -133,7 +133,7 @@ RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
 @dataclass(frozen=True)
 class PublicLine:
     """Records, or what was made of them, that a phase used without noise, because the run's owner said that they are
-    public; or scales that were made of what a private run had released, which the ledger names as an origin."""
+    public."""
 
     __pydantic_config__ = CLOSED
     phase: int
@@ -142,8 +142,6 @@ class PublicLine:
 
     def deviation(self, name: str) -> str:
         """The sentence that a certificate must contain about it."""
-        if self.use == "released":
-            return RELEASED.format(name=repr(name), digest=self.digest[:16])
         return f"{PUBLIC_USES[self.use]} phase {name!r} (digest {self.digest[:16]}) {PUBLIC_WORD}"
 
 
@@ -151,12 +149,7 @@ PUBLIC_USES = {
     "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
     "mixing": "The records whose gradients were mixed in without noise in",
     "weights": "The weights, without a ledger of ours, that began",
-    "scaling": "The records of the run whose second moments scaled gradients in",
 }  # fmt: skip
-RELEASED = (
-    "The scales of gradients in phase {name} (digest {digest}) were made of second moments that a private run had "
-    "released, with noise; what that run promised stands beside this."
-)
 PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
 
 
@@ -170,8 +163,8 @@ class EarlierLine:
     def deviation(self) -> str:
         """The sentence that a certificate must contain about it."""
         return (
-            f"Earlier runs used records (digest {self.digest[:16]}) without noise for the weights or scales that this "
-            "run began with; whether those are public, only these runs' certificates say."
+            f"Earlier runs used records (digest {self.digest[:16]}) without noise for the weights that this run "
+            "began with; whether those are public, only these runs' certificates say."
         )
 
 

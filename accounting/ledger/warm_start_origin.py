@@ -1,10 +1,9 @@
-"""Runs whose weights a run began from, or whose released moments scaled its gradients: their promises are about their
-own records, and add up for records in both."""
+"""Runs whose weights a run began from: their promises are about their own records, and add up for records in both."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import RECORD
@@ -24,8 +23,6 @@ class Origin:
     protected: tuple[str, ...]
     unit: str | None = None
     """What its promise is about, in words; None: a record."""
-    used: Literal["scales"] | None = None
-    """What of it was used, if not its weights."""
 
     def __post_init__(self) -> None:
         if not (self.epsilon >= 0 and 0 <= self.delta < 1):
@@ -35,8 +32,6 @@ class Origin:
         fields = asdict(self) | {"protected": list(self.protected)}
         if self.unit is None:  # as in ledgers from before there were other units
             del fields["unit"]
-        if self.used is None:  # as in ledgers from before there was anything else
-            del fields["used"]
         return fields
 
     def deviation(self, unit: str = RECORD) -> str:
@@ -47,11 +42,8 @@ class Origin:
             if unit == (self.unit or RECORD)
             else f"is promised nothing by both together, since this run protects {unit}"
         )
-        begun = (
-            "The weights began from those of" if self.used is None else "Gradients were scaled by what was released by"
-        )
         return (
-            f"{begun} run {self.run!r}, which promised (epsilon = {self.epsilon:g}, delta = "
+            f"The weights began from those of run {self.run!r}, which promised (epsilon = {self.epsilon:g}, delta = "
             f"{self.delta:.3g}){theirs} on records of its own. Whoever has records there, too, in whichever set of "
             f"them, {together}."
         )

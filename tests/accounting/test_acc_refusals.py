@@ -21,7 +21,7 @@ from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
-from murmuration.accounting.plan import PlanError, PlannedMetric, ScaledSpace, parse_delta, slots_for, threshold_for
+from murmuration.accounting.plan import PlanError, PlannedMetric, parse_delta, slots_for, threshold_for
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit
 from tests.support.acc_world import PLAN
@@ -156,7 +156,6 @@ ROWS: list[Row] = [
     ("epochs that are not whole", lambda: slots_for(233_804_767, 98_304, 6000), PlanError,
      r"2\.52 times; use expected_batch = 116902, or 98319\.9 with steps = 7134"),
     ("epochs of more than all", lambda: slots_for(10, 11, 5), PlanError, r"expected_batch must lie in \(0, 10\]"),
-    *each("scales", lambda ends: ScaledSpace("x", *ends), PlanError, "exponents", (1, 0), (-1000, 0), (0, 1000)),
     *each("a unit by", Unit, ValueError, "is no name", "", "key:", "a\nb", "x" * 201),
     *each("a unit", lambda of: Unit("patient", *of), ValueError, "at least 1 record, not '",
           (0, "mean"), (-1, "sum"), (1, "max"), (4, "")),

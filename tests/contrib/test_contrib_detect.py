@@ -113,7 +113,7 @@ import os, signal, sys
 import torch
 torch.set_num_threads(int(sys.argv.pop(1)))
 from murmuration.launch.evaluate import main
-from murmuration.train.evaluate import dense, detect
+from murmuration.contrib.dense import detect, training as dense
 backward, found, done = dense._backward, detect.found_by, []
 def counted(kind, limit, run):
     def counting(*given):

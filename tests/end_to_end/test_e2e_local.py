@@ -63,23 +63,3 @@ def test_what_can_no_longer_be_private_is_said_before_the_first_step(launch: Mak
     assert code == 0, output
     told = output.index("NOT PRIVATE: the run was chosen among several, and the plan of phase afterthought")
     assert told < output.index("afterthought  step")
-
-
-def test_rates_of_another_width_are_the_same_on_the_shards_of_two_processes(launch: Make) -> None:
-    def from_half(config: dict[str, Any]) -> None:
-        for phase in config["phases"]:
-            phase["optimizer"] = {**phase.get("optimizer", {}), "width_transfer": {"width": 8}}
-
-    weights: dict[str, dict[str, torch.Tensor]] = {}
-    for name, change, options in (
-        ("alone", from_half, LOCAL), ("two", from_half, {}), ("without", None, LOCAL),
-    ):  # fmt: skip
-        job, run_dir = launch(name, change, **options)
-        code, output = job.run()
-        assert code == 0, output
-        weights[name] = final_weights(run_dir)
-        assert verify(run_dir).epsilon == verify(run_dir.parent / "alone-run").epsilon
-    alone, two, without = weights["alone"], weights["two"], weights["without"]
-    assert all(torch.allclose(two[name], alone[name], rtol=1e-4, atol=1e-5) for name in alone)
-    apart = [name for name in alone if not torch.allclose(without[name], alone[name], rtol=1e-2, atol=1e-3)]
-    assert any("attn.qkv.weight" in name for name in apart), apart

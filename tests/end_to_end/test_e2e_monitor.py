@@ -14,7 +14,7 @@ from murmuration.accounting.certificate.certificate import verify
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from tests.support import forking
-from tests.support.launching import ROOT, TIMEOUT, Launch, environment, ledger_lines
+from tests.support.launching import TIMEOUT, Launch, environment, ledger_lines
 
 pytestmark = pytest.mark.slow
 Make = Callable[..., tuple[Launch, Path]]
@@ -74,7 +74,7 @@ def test_the_four_way_study_as_a_launched_command(launch: Make, tmp_path: Path) 
     started, _ = launch("studied")
     folder = tmp_path / "study"
     options = ["--noise-multiplier", "0.5", "--steps", "4", "--rates", "1e-3", "4e-3", "--records", "32"]
-    script = [sys.executable, str(ROOT / "launch" / "four_way.py"), "--config", str(started.config)]
+    script = [sys.executable, "-m", "murmuration.contrib.four_way", "--config", str(started.config)]
     command = [*script, "--out", str(folder), *options]
     how: dict[str, Any] = {"capture_output": True, "text": True, "env": environment(), "timeout": TIMEOUT}
     done = forking.run([*command, "--phase", "warm-start"], ranks=2, **how)

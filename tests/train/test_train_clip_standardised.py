@@ -226,7 +226,7 @@ def test_the_bound_holds_whatever_is_taken_away(elements: int, drowned: float, t
     right[1:] += drowned
     right[2] += drowned * by.direction[0]
     inner = OuterProduct("", left, right, by.shape)
-    piece = ViaStandardisation("w", inner, weight, weight[0], by)
+    piece = ViaStandardisation("w", inner, weight[0], by)
     exact = piece.instances(slice(None), torch.float64).flatten(1).square().sum(1)
     before = piece.scaled().instances(slice(None), torch.float64).flatten(1).square().sum(1)
     found = measure([piece])

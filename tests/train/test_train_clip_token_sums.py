@@ -13,13 +13,11 @@ from transformers.pytorch_utils import Conv1D
 from murmuration.train.clip import norms, per_record
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.clip.scaling import Scaling
 from tests.support import brute_force, gram_in_torch
 from tests.support.kernel_doubles import have_none, have_only
 from tests.support.parity_cases import CASES
 from tests.support.parity_engines import contribution, summed
 from tests.support.parity_models import OnX
-from tests.support.scaling_world import random_table
 
 TOKENS, WIDTH = 5, 64
 U = torch.finfo(torch.float32).eps / 2
@@ -114,21 +112,6 @@ def test_so_are_those_of_whole_models(monkeypatch: pytest.MonkeyPatch, name: str
     assert brute_force.relative_error(fused, {n: t.double() for n, t in plain.items()}) <= 1e-5
     assert torch.allclose(fused_norms, plain_norms, rtol=1e-5)
     assert (asked.sums > 0) == (name in ("mae", "captioner", "attention"))
-
-
-def test_scaled_weights_do_not_lend_their_operand_to_an_unscaled_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do unscaled ones to a scaled bias: its sum is scaled after it was taken."""
-    model = model_of("linear")
-    for but in ("weight", "bias"):
-        table = random_table(model, but=[name for name, _ in model.named_parameters() if name.endswith(but)])
-        found = []
-        for asked in (None, CountedKernel()):
-            clip = BookKeepingClip(ClipRule("flat", 0.5, 0.0), "bf16", hold=0.0, scaling=Scaling(table))
-            found.append(clipped(monkeypatch, model, batch(), asked, clip)[0])
-            assert asked is None or (asked.calls, asked.sums) == (2, 0)
-        plain, fused = found
-        for name, total in plain.items():
-            assert float((fused[name] - total).norm()) <= 1e-5 * float(total.norm()), (but, name)
 
 
 @pytest.mark.parametrize("times", [1.0, 100.0, 1e30, float("nan"), float("inf")])

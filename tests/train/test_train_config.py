@@ -220,7 +220,6 @@ FEATURES = [
     *CLASSIFY, drop("phases.1.evaluation"), put("phases.1.trainable", "head"), put("phases.1.features", {}),
     put("phases.1.data.augment", "center"),
 ]  # fmt: skip
-SCALING, TRANSFER = {"source": "checkpoint", **PATH}, "phases.1.optimizer.width_transfer"
 HEAD = {
     "name": "head", "data": {"path": "records", "label": "cls", "classes": "classes.txt"}, "objective": "head",
     "privacy": {"epsilon": 1.0},
@@ -300,26 +299,6 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([put("run.keep_key", True)], "run.keep_key keeps the secret file, which with privacy.sampling"),
         ([put("phases.1.monitor", PATH)], "'allocation' and `monitor`, whose"),
         ([drop("phases.1.steps"), put("phases.1.until_budget", True)], "allocates records to a fixed number of steps"),
-    ]),
-    "scaled gradients": ([], [
-        ([put("phases.1.privacy.scaling", SCALING | {"public": False})], "set public to true"),
-        ([put("phases.1.privacy.scaling", SCALING | {"floor": 0.0})], "floor"),
-        ([put("phases.1.privacy.scaling", SCALING | {"source": "run"})], "source"),
-        ([put("phases.1.privacy.scaling", SCALING | {"source": "released"})], "leave public out"),
-        ([put("phases.1.privacy.scaling", SCALING), put("phases.1.optimizer.params.noise_floor", 1e-9)],
-         "needs the same noise on all weights"),
-        ([put("phases.1.privacy.scaling", SCALING), put("run.clip_engine", "opacus")], "scales no gradients"),
-        ([put("phases.1.privacy.scaling", SCALING), put(f"{TRANSFER}.width", 8)], "needs equal noise on all weights"),
-    ]),
-    "rates of another width": ([], [
-        ([put(TRANSFER, {})], "needs the size or the width at which the learning rate was chosen"),
-        ([put(TRANSFER, {"size": "custom"})], "'custom' has no widths of its own"),
-        ([put(TRANSFER, {"base": 64})], "base"), ([put(TRANSFER, {"width": 0})], "greater than 0"),
-        ([put("phases.1.optimizer", {"type": "LARS", "width_transfer": {"width": 8}})], "no rule for LARS"),
-        ([put("phases.1.optimizer", {"type": "SGD", "width_transfer": {"width": 8, "limited_by": "signal"}})],
-         "no rule for SGD limited by signal"),
-        ([put(f"{TRANSFER}.width", 8), put("phases.1.optimizer.params.gradient_norm", 1.0)],
-         "gradient_norm shrinks with width what width_transfer keeps"),
     ]),
     "features": ([], [
         ([*FEATURES, put("phases.1.data.augment", "random_resized_crop")], "keeps features and augments its pictures"),
@@ -422,7 +401,7 @@ def test_what_the_rows_above_share_is_no_reason(loaded: Callable[..., Config], a
 
 
 def test_what_the_rows_above_begin_with_is_no_reason_either(loaded: Callable[..., Config]) -> None:
-    for changes in (UNIT, FEATURES, head(), [synthetic()], [put("phases.1.privacy.scaling", SCALING)]):
+    for changes in (UNIT, FEATURES, head(), [synthetic()]):
         loaded(*changes)
 
 

@@ -23,7 +23,7 @@ SHAPES: list[tuple[str, Any]] = [
     ("phases.1.schedule.peak", 2e-3), ("phases.1.schedule.warmup", 3), ("phases.1.schedule.shape", "cosine"),
     ("phases.1.schedule.end", 50), ("phases.1.optimizer.params.betas", [0.9, 0.96]),
     ("phases.1.optimizer.params.weight_decay", 0.1), ("phases.1.optimizer.params.eps", 1e-6),
-    ("phases.1.optimizer.params.gradient_norm", 1.0), ("phases.1.optimizer.width_transfer", {"width": 8}),
+    ("phases.1.optimizer.params.gradient_norm", 1.0),
     ("phases.1.privacy.noise", {"kind": "banded", "bands": 2}), ("phases.1.privacy.sampling", "allocation"),
     ("phases.1.data.augment", "center"), ("phases.1.data.weight", "score"), ("phases.1.privacy.clip.norm", 2.0),
     ("phases.1.privacy.clip.kind", "automatic"), ("phases.1.privacy.clip.gamma", 0.5),
@@ -83,7 +83,7 @@ def test_a_run_from_before_there_were_drops_and_weights_goes_on(loaded: Callable
         zero.digest(1, CONTENTS)
         mixed.digest(1, CONTENTS)
         begun[0].digest(0, CONTENTS)
-    new = ("drop", '"weight"', "take_head", "gradient_norm", "pixels", "resize", 'crop"', '"views"', "width_transfer")
+    new = ("drop", '"weight"', "take_head", "gradient_norm", "pixels", "resize", 'crop"', '"views"')
     assert all("mask_ratio" in text and not any(name in text for name in new) for text in kept)
     assert '"batch": 4' in kept[1]
     weighted = put("phases.1.mixing", {**mixing, "data": {**mixing["data"], "weight": "score"}})

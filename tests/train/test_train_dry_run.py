@@ -214,7 +214,6 @@ def test_help_imports_nothing_that_takes_seconds(command: str) -> None:
         ("train", "--dry-run"),
         ("audit",),
         ("plan", "--gpus=1", "--memory=80", "--tflops=100"),
-        ("four-way", "--phase=a", "--noise-multiplier=1", "--out=a"),
     ],
     ids=" ".join,
 )

@@ -109,8 +109,6 @@ def test_rows_that_are_clipped_one_by_one_would_move_it_by_more(patients: tuple[
 class RowByRow:
     """A clip engine that forgets whose the rows are: each is clipped by itself, and a unit adds all of them."""
 
-    scaling = None
-
     def __init__(self, inner: ClipEngine) -> None:
         self.inner = inner
         self.rule = inner.rule

@@ -78,8 +78,6 @@ class CanaryClip:
     `known`. It is private, like everything before the noise.
     """
 
-    scaling = None  # audits are of plain gradients
-
     def __init__(self, inner: ClipEngine, coordinates: Coordinates) -> None:
         self.inner, self.coordinates = inner, coordinates
         self.rule = inner.rule

@@ -69,8 +69,6 @@ def audited_phase(config: Config, kind: str) -> tuple[ReadyPhase, Privacy]:
     where, privacy = f"phases.{phase.number}.privacy", phase.settings.privacy
     if privacy.clip.adaptive is not None:
         raise RecipeError(f"{kind} holds C fixed; give --set {where}.clip.adaptive=null")
-    if privacy.scaling is not None:
-        raise RecipeError(f"{kind} is of gradients as they are; give --set {where}.scaling=null")
     return phase, privacy
 
 

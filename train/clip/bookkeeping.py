@@ -10,7 +10,7 @@ memory than `HOLD` allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,11 +24,9 @@ from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autoca
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
 from murmuration.train.clip.losses import losses_of, uncompiled
-from murmuration.train.clip.per_record import Reported
 from murmuration.train.clip.rows import rows_of
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
-from murmuration.train.clip.scaling import Scaling
-from murmuration.train.clip.sums import GradientSums, trainable_shapes
+from murmuration.train.clip.sums import GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
 
 # Size of the largest per-record gradient that is kept, in units of the activations and output gradients that it
@@ -92,13 +90,13 @@ class Held:
 class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
     full speed; each record's factor is reduced by what that may add. `together`: whether small layers share kernels.
-    None: only on GPUs, where it pays. With `scaling`, all that is measured, clipped and summed are scaled gradients."""
+    None: only on GPUs, where it pays."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
-        round_operands: bool | None = None, together: bool | None = None, scaling: Scaling | None = None,
+        round_operands: bool | None = None, together: bool | None = None,
     ) -> None:  # fmt: skip
-        self.round_operands, self.together, self.scaling = round_operands, together, scaling
+        self.round_operands, self.together = round_operands, together
         self.rule, self.hold = rule, hold
         self.precision: Precision = precision
         self._checked = False
@@ -129,8 +127,6 @@ class BookKeepingClip:
                 )
         self._checked, self._held = False, None
         self.rule.require_groups(trainable)
-        if self.scaling is not None:
-            self.scaling.require_fit(trainable_shapes(model))
 
     def add_clipped(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
@@ -159,13 +155,7 @@ class BookKeepingClip:
             held.group_of(rule.grouping), len(present), self.hold, rounded and self.precision == "bf16", present.device,
             together, defer, rows_of(inputs, len(present)),
         )  # fmt: skip
-        tracker = ParameterTracker(
-            held.parameters,
-            len(present),
-            present.device,
-            accumulator.add if self.scaling is None else _scaled_first(self.scaling, accumulator),
-            LAYER_RULES,
-        )
+        tracker = ParameterTracker(held.parameters, len(present), present.device, accumulator.add, LAYER_RULES)
         with uncompiled():  # the backward pass as well, in which checkpointed layers run again
             losses = self._run(model, inputs, tracker)
         with torch.no_grad():
@@ -207,12 +197,6 @@ def global_backward_hooks() -> bool:
 def _over_groups(norms: Tensor) -> Tensor:
     """[groups, B] -> [B]"""
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
-
-
-def _scaled_first(
-    scaling: Scaling, accumulator: NormAccumulator
-) -> Callable[[Sequence[Reported], Mapping[str, int]], None]:
-    return lambda pieces, uses: accumulator.add(scaling.of(pieces), uses)
 
 
 def _refuse_unused(tracker: ParameterTracker) -> None:

@@ -132,7 +132,7 @@ def _in_fp32(
     only = _row(present, row)
     added = _added(clip, model, inputs, only, shapes)
     single = of_slots(inputs, only, len(present)), only[row : row + 1]
-    expected = _scaled(clip, _gradient("fp32", reference, *single))
+    expected = _gradient("fp32", reference, *single)
     apart = added.compared(expected, EXACT, same_size=True)
     if apart.fits or not added.compared(expected, EXACT, same_size=False).norm <= EXACT:
         return apart
@@ -152,7 +152,7 @@ def _in_fp64(
     """Also the gradient itself. On one rank alone: the reference is whole."""
     model, clip = deepcopy(reference).double(), copy(clip)
     clip.prepare(model)
-    exact = _scaled(clip, _gradient("fp32", model, _double(single[0]), single[1]))
+    exact = _gradient("fp32", model, _double(single[0]), single[1])
     return _added(clip, model, _double(inputs), only, None).compared(exact, EXACT, same_size=True), exact
 
 
@@ -165,9 +165,9 @@ def _in_half(
     shapes: Mapping[str, torch.Size] | None,
 ) -> _Apart:  # fmt: skip
     only = _row(present, row)
-    expected = _scaled(clip, _gradient(clip.precision, reference, inputs, only))
+    expected = _gradient(clip.precision, reference, inputs, only)
     single = of_slots(inputs, only, len(present)), only[row : row + 1]
-    unrounded = _scaled(clip, _gradient("fp32", reference, *single))
+    unrounded = _gradient("fp32", reference, *single)
     tolerance = max(ROUNDED, 1.5 * _share(_distance(expected, unrounded), _size(expected)))
     return _added(clip, model, inputs, only, shapes).compared(expected, tolerance, same_size=False)
 
@@ -191,12 +191,6 @@ def _gradient(
         name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.double() / scale
         for (name, p), g in zip(trainable.items(), found, strict=True)
     }
-
-
-def _scaled(clip: ClipEngine, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if clip.scaling is None:
-        return dict(gradient)
-    return {name: clip.scaling.times(name, value) for name, value in gradient.items()}
 
 
 def _unclipped(rule: ClipRule) -> ClipRule:

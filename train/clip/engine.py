@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import Float32Sums, GradientSums, trainable_shapes
-from murmuration.train.distributed.shards import Fragment
 
 # Mixed precision by PyTorch's autocast: weights, norms and sums stay in fp32; products in layers need not.
 
@@ -57,31 +56,11 @@ class Clipped:
     """The norms without what is added to them for the rounding of operands; None if nothing is."""
 
 
-class GradientScaling(Protocol):
-    """Public scales, by which each element of a gradient is multiplied before anything is measured (`scaling.py`)."""
-
-    @property
-    def digest(self) -> str: ...
-
-    def times(self, name: str, value: Tensor) -> Tensor:
-        """A gradient, scaled: [*shape of the parameter], or [B, *shape]."""
-        ...
-
-    def undo(self, values: Tensor, fragment: Fragment) -> None:
-        """Divides a flat piece of one parameter by its scales, in place."""
-        ...
-
-
 class ClipEngine(Protocol):
     """Adds the clipped gradients of a micro-batch's records to totals, for the trainable parameters of a model."""
 
     rule: ClipRule
     precision: Precision
-
-    @property
-    def scaling(self) -> GradientScaling | None:
-        """The scales of what is measured, clipped and summed; None: plain gradients."""
-        ...
 
     def prepare(self, model: nn.Module) -> None:
         """Sets the model up once, before the sharded engine wraps it; refuses a model that it cannot clip."""

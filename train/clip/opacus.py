@@ -19,8 +19,6 @@ from murmuration.train.clip.sums import GradientSums
 
 
 class OpacusClip:
-    scaling = None
-
     def __init__(self, rule: ClipRule) -> None:
         self.rule = rule
         self.precision: Precision = "fp32"

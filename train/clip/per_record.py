@@ -380,8 +380,6 @@ class ViaReparametrisation(Through):
 
     made: Tensor
     leaf: Tensor
-    then: Callable[[Tensor], Tensor] | None = None
-    """What is done to gradients of the parameter once the chain rule has given them."""
 
     @property
     def elements(self) -> int:
@@ -393,8 +391,7 @@ class ViaReparametrisation(Through):
         size = flat(inner).abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
         size = size.view(-1, *[1] * (inner.dim() - 1))
         found = self._back((inner / size).to(self.made.dtype))
-        found = found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))
-        return found if self.then is None else self.then(found)
+        return found.to(dtype) * size.view(-1, *[1] * (found.dim() - 1))
 
     def part(self, rows: slice) -> ViaReparametrisation:
         return replace(self, inner=self.inner.part(rows))

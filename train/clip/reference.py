@@ -18,16 +18,15 @@ from murmuration.train.clip.isolated import OneMicroBatch
 from murmuration.train.clip.refusal import refused
 from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, groups_of, stretches
-from murmuration.train.clip.scaling import Scaling
-from murmuration.train.clip.sums import GradientSums, trainable_shapes
+from murmuration.train.clip.sums import GradientSums
 
 # Outside this range, squares may overflow or vanish in fp32, and the norm is computed again in fp64.
 SMALLEST, LARGEST = 1e-12, 1e12
 
 
 class ReferenceClip:
-    def __init__(self, rule: ClipRule, scaling: Scaling | None = None) -> None:
-        self.rule, self.scaling = rule, scaling
+    def __init__(self, rule: ClipRule) -> None:
+        self.rule = rule
         self.precision: Precision = "fp32"
 
     def prepare(self, model: nn.Module) -> None:
@@ -40,8 +39,6 @@ class ReferenceClip:
                 f"norms add squares in fp32 along rows of up to {LONGEST_ROW} elements, but the model has {longest}; "
                 "use a smaller vocabulary or width"
             )
-        if self.scaling is not None:
-            self.scaling.require_fit(trainable_shapes(model))
 
     def add_clipped(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums,
@@ -65,8 +62,6 @@ class ReferenceClip:
                     per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, records)
             except RuntimeError as error:
                 raise refused(error, model) or error from error
-            if self.scaling is not None:
-                per_record = {name: self.scaling.times(name, gradient) for name, gradient in per_record.items()}
             group_of = groups_of(per_record, rule.grouping)
             norms = torch.stack(
                 [

@@ -123,6 +123,5 @@ class ClipRule:
         usable = (norms > 0) & (factors >= torch.finfo(torch.float32).tiny) & (factors <= MOST_LIFT)
         return torch.where(usable, factors, 0.0).to(dtype)
 
-    def fact(self, scales: str | None = None) -> ClippingFact:
-        """`scales`: the digest of those by which gradients are multiplied first."""
-        return ClippingFact(self.kind, self.sensitivity, scales)
+    def fact(self) -> ClippingFact:
+        return ClippingFact(self.kind, self.sensitivity)

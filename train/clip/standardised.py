@@ -43,7 +43,6 @@ from murmuration.train.clip.per_record import (
     OuterProduct,
     Recomputed,
     Through,
-    ViaReparametrisation,
     wide,
 )
 from murmuration.train.clip.sums import GradientSums
@@ -135,10 +134,9 @@ def along(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class ViaStandardisation(Through):
-    """A piece of a weight that was standardised from the parameter `leaf`, which autograd also recorded (`made`)."""
+    """A piece of a weight that was standardised from the parameter `leaf`."""
 
     inner: OuterProduct | Recomputed
-    made: Tensor
     leaf: Tensor
     by: Standardisation
     known: Tensor | None = None
@@ -183,10 +181,6 @@ class ViaStandardisation(Through):
     def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
         total = self.inner.weighted(weights)
         sums.add(self.name, self.by.back(total, torch.float64).view(self.leaf.shape))
-
-    def written(self) -> ViaReparametrisation:
-        """The same gradients by autograd's chain rule, record by record."""
-        return ViaReparametrisation(self.name, self.inner, self.made, self.leaf)
 
 
 def taken(piece: ViaStandardisation, whole: Tensor, tolerance: float) -> Tensor:

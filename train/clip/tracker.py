@@ -129,7 +129,7 @@ class TrackedTensor:
         self, inner: OuterProduct | Recomputed, standardised: StandardisedRows
     ) -> list[PerRecordGradient]:
         name, by, gain = standardised.name, standardised.by, standardised.gain
-        piece = ViaStandardisation(name, inner, self.tensor, self.leaves[name], by)
+        piece = ViaStandardisation(name, inner, self.leaves[name], by)
         if gain is None:
             return [piece]
         # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.

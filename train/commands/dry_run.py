@@ -21,7 +21,6 @@ from murmuration.model.build import build
 from murmuration.model.settings import Shape
 from murmuration.model.trainable import select
 from murmuration.train.config.data import CheckpointData
-from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.planner.drowned import drowned
@@ -32,7 +31,6 @@ from murmuration.train.recipe.ready_phase import (
     clip_rule,
     make_plan,
     planned_epsilon,
-    require_rates,
     resolve_shape,
     with_steps,
 )
@@ -71,14 +69,6 @@ class MemoryNeed:
 
 
 @dataclass(frozen=True)
-class RateGroup:
-    """Parameters whose rate is multiplied by the same factor."""
-
-    factor: float
-    parameters: list[str]
-
-
-@dataclass(frozen=True)
 class PhaseMeaning:
     """One phase; a phase without steps has neither parameters nor memory."""
 
@@ -87,8 +77,6 @@ class PhaseMeaning:
     trainable: int = 0
     promise: Promise | None = None
     memory: MemoryNeed | None = None
-    rates: list[RateGroup] = field(default_factory=list)
-    """Where rates are transferred from another width."""
     notes: list[str] = field(default_factory=list)
     """Names that the index could not be asked for."""
     warning: str | None = None
@@ -117,15 +105,7 @@ def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseM
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     phase, promise = _promise(config, number, phase)
     warning = drowned(promise.plan, trainable, promise.calibrated) if promise is not None else None
-    rates = _rates(phase.optimizer, model, f"phases.{number}")
-    return PhaseMeaning(number, phase, trainable, promise, _memory(config, phase, model), rates, notes, warning)
-
-
-def _rates(optimizer: Optimizer, model: nn.Module, where: str) -> list[RateGroup]:
-    groups: dict[float, list[str]] = {}
-    for name, factor in require_rates(optimizer, model, where).items():
-        groups.setdefault(factor, []).append(name)
-    return [RateGroup(factor, groups[factor]) for factor in sorted(groups, reverse=True)]
+    return PhaseMeaning(number, phase, trainable, promise, _memory(config, phase, model), notes, warning)
 
 
 def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise | None]:
@@ -182,13 +162,9 @@ def _told(one: PhaseMeaning) -> list[str]:
     lines = [f"parameters    {one.trainable:,} trainable ({phase.trainable})"]
     if one.promise is not None:
         lines += _promised(one.promise)
-        if phase.privacy is not None and (scaling := phase.privacy.scaling) is not None:
-            path = Path(scaling.path)
-            lines += [f"scaling       C and noise are of scaled gradients, by second moments of {path}{_at_hand(path)}"]
     else:
         marked = "on public data" if phase.data.public else "on data not declared public: the run is NOT PRIVATE"
         lines += [f"non-private   {marked}; batch {phase.batch}, {phase.steps} steps"]
-    lines += _transferred(one)
     sums = "fp64 sums and " if one.promise is not None else ""
     need = one.memory
     text = f"{need.each_rank:.2f} GiB + {need.split:.2f} GiB/N for weights, gradients, {sums}optimizer"
@@ -196,32 +172,6 @@ def _told(one: PhaseMeaning) -> list[str]:
         text += f" + {need.per_record:.2f} GiB for per-record gradients"
     lines += [f"memory/rank   {text}"]
     return lines if one.warning is None else [*lines, f"warning       {one.warning}"]
-
-
-MOSTLY_SIGNAL = 0.1
-"""Share of the longest mean gradient: shorter noise is little of what Adam divides by, as long as records agree."""
-
-
-def _transferred(one: PhaseMeaning) -> list[str]:
-    """What rates are multiplied by, and how noise and signal of a step compare, which decides by what."""
-    if (transfer := one.phase.optimizer.width_transfer) is None:
-        return []
-    lines = [
-        f"rates         × {group.factor:.4g} for {len(group.parameters)} tensors, such as {group.parameters[0]}"
-        for group in one.rates
-    ]
-    lines[0] += f" (limited by {transfer.limited_by})"
-    if one.promise is not None:
-        plan = one.promise.plan
-        ratio = plan.noise_std * math.sqrt(one.trainable) / plan.divisor / plan.clip_norm
-        other = None
-        if transfer.limited_by == "noise" and ratio < MOSTLY_SIGNAL:
-            other = "signal"
-        elif transfer.limited_by == "signal" and ratio > 1:
-            other = "noise"
-        hint = "" if other is None else f'; consider limited_by "{other}"'
-        lines.append(f"step's noise  {ratio:.3g} times as long as the mean clipped gradient can be{hint}")
-    return lines
 
 
 def _promised(promise: Promise) -> list[str]:
@@ -281,8 +231,6 @@ def _as_values(one: PhaseMeaning) -> dict[str, Any]:
         return value
     value |= {"trainable": phase.trainable, "parameters": one.trainable, "steps": phase.steps}
     value |= {"private": one.promise is not None, "memory_gib": asdict(one.memory)}
-    if one.rates:
-        value |= {"rates": [asdict(group) for group in one.rates]}
     if one.promise is None:
         return value | {"batch": phase.batch, "public": phase.data.public}
     promise, plan = one.promise, one.promise.plan

@@ -7,8 +7,6 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from murmuration.model.settings import MOST_WIDTH
-from murmuration.model.sizes import Size
 from murmuration.train.config.section import Section
 
 Carry = Literal["none", "second-moment", "all"]
@@ -101,49 +99,6 @@ class OptimizerParams(Section):
         return self
 
 
-LimitedBy = Literal["noise", "signal"]
-
-
-class WidthTransfer(Section):
-    """The width at which the learning rate was chosen: each weight's rate is multiplied by what keeps its effect the
-    same at the width of the model. A published size, or widths, which come before those of the size."""
-
-    size: Size | None = Field(
-        default=None, description="A published size of the same family and depth, all of whose widths count."
-    )
-    width: int | None = Field(
-        default=None,
-        gt=0,
-        le=MOST_WIDTH,
-        description="Width of the encoder; of a ResNet: that of its stem; null: that of the size, or of the model.",
-    )
-    decoder_width: int | None = Field(
-        default=None,
-        gt=0,
-        le=MOST_WIDTH,
-        description="Width of the text decoder; null: that of the size; or `width`, if the model has one for both.",
-    )
-    mae_decoder_width: int | None = Field(
-        default=None,
-        gt=0,
-        le=MOST_WIDTH,
-        description="Width of the pixel decoder; null: that of the size, or of the model.",
-    )
-    limited_by: LimitedBy = Field(
-        default="noise",
-        description="What bounds the rate. noise: rates of weights fall as the root of the number of their inputs; "
-        "signal: as the number itself (AdamW, LAMB), which is right where batches are so large that noise is not felt.",
-    )
-
-    @model_validator(mode="after")
-    def _names_a_width(self) -> WidthTransfer:
-        if self.size == "custom":
-            raise ValueError("width_transfer.size 'custom' has no widths of its own; give width instead")
-        if all(given is None for given in (self.size, self.width, self.decoder_width, self.mae_decoder_width)):
-            raise ValueError("width_transfer needs the size or the width at which the learning rate was chosen")
-        return self
-
-
 class Optimizer(Section):
     type: OptimizerType = Field(default="AdamW", description="The update rule.")
     params: OptimizerParams = Field(
@@ -154,22 +109,6 @@ class Optimizer(Section):
         description="State taken over from the previous phase. second-moment: as in Bu et al., with the first moment "
         "zeroed and the step count kept.",
     )
-    width_transfer: WidthTransfer | None = Field(
-        default=None,
-        description="Keeps a learning rate that was chosen at another width; null: every weight has the schedule's.",
-    )
-
-    @model_validator(mode="after")
-    def _has_a_rule_for_widths(self) -> Optimizer:
-        if self.width_transfer is None:
-            return self
-        if self.type == "LARS":
-            raise ValueError("width_transfer has no rule for LARS; use AdamW, LAMB or SGD")
-        if self.type == "SGD" and self.width_transfer.limited_by == "signal":
-            raise ValueError("width_transfer has no rule for SGD limited by signal; use 'noise', or AdamW or LAMB")
-        if self.params.gradient_norm is not None:
-            raise ValueError("gradient_norm shrinks with width what width_transfer keeps the same; drop one")
-        return self
 
     @model_validator(mode="after")
     def _of_this_type(self) -> Optimizer:

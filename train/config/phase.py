@@ -332,10 +332,6 @@ class Phase(Section):
             return "simulates another run with privacy.tan, so it needs that run's number of `steps`"
         if self.privacy is not None and self.privacy.noise is not None and (other := self._of_independent_noise()):
             return f"has privacy.noise and {other}, which needs the same independent noise at all steps; drop one"
-        if self.privacy is not None and self.privacy.scaling is not None and self.optimizer.width_transfer is not None:
-            return "has privacy.scaling and optimizer.width_transfer, which needs equal noise on all weights; drop one"
-        if self.privacy is not None and self.privacy.scaling is not None and (other := self._of_even_noise()):
-            return f"has privacy.scaling and {other}, which needs the same noise on all weights; drop one"
         if self.privacy is not None and self.privacy.loss_probes is not None and self.schedule.shape != "constant":
             return (
                 "has privacy.loss_probes, which find the learning rate while training, and a schedule that lowers it; "
@@ -388,8 +384,6 @@ class Phase(Section):
         if privacy.release or privacy.tan is not None or privacy.loss_probes is not None:
             named = "privacy.release, privacy.loss_probes and privacy.tan"
             return f"is one step before which there is no model; leave {named} out"
-        if privacy.scaling is not None:
-            return "adds up sums that are no gradients; leave privacy.scaling out"
         if privacy.noise is not None:
             return "is one step, whose noise cannot be taken back in later ones; leave privacy.noise out"
         return None
@@ -397,9 +391,6 @@ class Phase(Section):
     def _of_independent_noise(self) -> str | None:
         if self.privacy is not None and self.privacy.tan is not None:
             return "privacy.tan"
-        return self._of_even_noise()
-
-    def _of_even_noise(self) -> str | None:
         if self.monitor is not None:
             return "`monitor`"
         return "optimizer.params.noise_floor" if self.optimizer.params.noise_floor is not None else None

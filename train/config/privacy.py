@@ -137,50 +137,6 @@ class BandedNoise(Section):
     )
 
 
-class Scaling(Section):
-    """Gradients are clipped and noised after each element was multiplied by about 1/√v, with v its second moment in
-    another run; what is released is divided by the same numbers again. Less noise for weights whose gradients are
-    small, more for others."""
-
-    source: Literal["checkpoint", "released"] = Field(
-        description="checkpoint: second moments of a run on public records. released: those that a private run on "
-        "other records released; what it promised goes into the ledger, and the share of its noise is subtracted."
-    )
-    path: str = Field(description="Run directory of a finished run of the same model, with AdamW or LAMB.")
-    public: bool = Field(
-        default=False,
-        description="For checkpoint it must be true: your word that nobody's privacy depends on that run's records.",
-    )
-    decay: float = Field(
-        default=0.999,
-        gt=0,
-        lt=1,
-        description="For released: the second of that run's `betas`, by which the noise in its moments is known.",
-    )
-    floor: float = Field(
-        default=1e-2,
-        ge=1e-10,
-        le=1,
-        description="Bound on the scales: second moments of a weight, and of its rows and columns, count as no less "
-        "than this share of their mean. Tune it: at 1 all scales are nearly the same.",
-    )
-
-    @model_validator(mode="after")
-    def _of_public_records(self) -> Scaling:
-        if self.source == "released":
-            if self.public:
-                raise ValueError(
-                    "privacy.scaling takes what a private run released, so its records are not public; leave public out"
-                )
-            return self
-        if not self.public:
-            raise ValueError(
-                "privacy.scaling uses its run's records without noise; set public to true if nobody's privacy depends "
-                "on them, or leave scaling out"
-            )
-        return self
-
-
 class Tan(Section):
     """Tune at low cost: batch and noise are divided by the same number. The ε reported is that of this run itself,
     which is far larger."""
@@ -227,10 +183,6 @@ class Privacy(Section):
     )
     noise: BandedNoise | None = Field(
         default=None, description="null: each step has noise of its own; otherwise it is correlated over steps."
-    )
-    scaling: Scaling | None = Field(
-        default=None,
-        description="null: gradients are clipped and noised as they are; otherwise in a space of public scales.",
     )
     views: int = Field(
         default=1,

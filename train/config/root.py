@@ -343,16 +343,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _scales_are_applied(self) -> Config:
-        for phase in self.phases if self.run.clip_engine == "opacus" else ():
-            if phase.privacy is not None and phase.privacy.scaling is not None:
-                raise ValueError(
-                    f'phase {phase.name!r} has privacy.scaling, and run.clip_engine = "opacus" scales no gradients; '
-                    "leave one of them out"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _kernel_fits(self) -> Config:
         offload = self.zero_optimization.offload_optimizer
         for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
@@ -412,18 +402,12 @@ def _unset(phase: Phase) -> dict[str, Any]:
     out["optimizer"] = {}
     if phase.optimizer.params.gradient_norm is None:
         out["optimizer"] |= {"params": {"gradient_norm"}}
-    if phase.optimizer.width_transfer is None:
-        out["optimizer"] |= {"width_transfer": True}
     if (privacy := phase.privacy) is not None:
         out["privacy"] = {"release": {"__all__": {"share"}}} if privacy.held_out is None else {}
         out["privacy"] |= {"views": True} if privacy.views == 1 else {}
         out["privacy"] |= {"sampling": True} if privacy.sampling == "poisson" else {}
         out["privacy"] |= {"noise": True} if privacy.noise is None else {}
         out["privacy"] |= {"loss_probes": True} if privacy.loss_probes is None else {}
-        # What a path leads to is among the contents.
-        scaling = privacy.scaling
-        unused = {"decay"} if scaling is not None and scaling.source == "checkpoint" else set[str]()
-        out["privacy"] |= {"scaling": True if scaling is None else {"path"} | unused}
     if phase.head is None:
         out["head"] = True
     return out

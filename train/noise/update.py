@@ -18,7 +18,6 @@ from torch import Tensor
 
 from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
 from murmuration.accounting.ledger.facts import NoiseFact
-from murmuration.train.clip.engine import GradientScaling
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import Noise
 
@@ -42,11 +41,10 @@ class Update(Protocol):
 
 
 class NoisyUpdate:
-    """Adds the noise of one logical step, once; then a sum of scaled gradients is divided by their scales."""
+    """Adds the noise of one logical step, once."""
 
-    def __init__(self, mechanism: Noise, step: int, scaling: GradientScaling | None = None) -> None:
-        self.mechanism, self.scaling = mechanism, scaling
-        self.step = step
+    def __init__(self, mechanism: Noise, step: int) -> None:
+        self.mechanism, self.step = mechanism, step
         self.elements = 0
         self._seen: dict[int, list[range]] = {}
 
@@ -67,15 +65,13 @@ class NoisyUpdate:
                 total.copy_(sum_on_grid(total, noise, grid).div_(self.mechanism.divisor))
             else:
                 total.add_(noise).div_(self.mechanism.divisor)
-            if self.scaling is not None:
-                self.scaling.undo(total, chunk)
             self.elements += chunk.length
 
     def fact(self, elements: int) -> NoiseFact:
         mechanism = self.mechanism
         return NoiseFact(
             mechanism.std, mechanism.divisor, elements, mechanism.generator, mechanism.grid,
-            mechanism.correlation(self.step), None if self.scaling is None else self.scaling.digest,
+            mechanism.correlation(self.step),
         )  # fmt: skip
 
 

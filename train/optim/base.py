@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from murmuration.train.config.optimizer import OptimizerParams, ParameterRule
 from murmuration.train.distributed.shards import Fragment, whole_parameters
-from murmuration.train.optim.width import WidthFactors
 
 # Turns the config's rules into a policy for each parameter, by its name and shape, before sharding hides both.
 
@@ -31,15 +30,8 @@ class Policy:
     weight_decay: float
     trust_ratio: bool
 
-    def at_width(self, factor: float) -> Policy:
-        """Decay is multiplied by the rate: the share of the weights that a step takes stays the same."""
-        return replace(self, learning_rate=self.learning_rate * factor, weight_decay=self.weight_decay / factor)
 
-
-def policies(
-    params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]],
-    widths: WidthFactors | None = None,
-) -> dict[str, Policy]:  # fmt: skip
+def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Policy]:
     """A rule that matches no parameter is refused: it must be a typing error."""
     named = list(parameters)
     for number, rule in enumerate(params.rules):
@@ -48,11 +40,10 @@ def policies(
                 f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; names look like "
                 f"{named[0][0]!r}"
             )
-    found: dict[str, Policy] = {}
-    for name, parameter in named:
-        policy = _policy(params, [rule for rule in params.rules if _fits(rule, name, parameter)])
-        found[name] = policy if widths is None else policy.at_width(widths.of_parameter(name, policy.trust_ratio))
-    return found
+    return {
+        name: _policy(params, [rule for rule in params.rules if _fits(rule, name, parameter)])
+        for name, parameter in named
+    }
 
 
 def _policy(params: OptimizerParams, rules: list[ParameterRule]) -> Policy:

@@ -12,13 +12,10 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
-from torch import nn
-
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveError, AdaptiveRule
 from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import AccountingError, Event, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
-from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import (
     CURVATURE,
     GRID_GROWTH,
@@ -26,13 +23,11 @@ from murmuration.accounting.plan import (
     PlanError,
     PlannedMetric,
     PrivacyPlan,
-    ScaledSpace,
     draws_for,
     parse_delta,
     rate_of,
     turns_for,
 )
-from murmuration.accounting.scale_table import ScaleTable
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Reduce, Unit, adjacency_in_words, unit_in_words
 from murmuration.data.batch.reader import DataSpec
@@ -46,18 +41,13 @@ from murmuration.data.index.shard_index import shared_shard
 from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, Shard
 from murmuration.data.text.encoder import TextEncoder
-from murmuration.model.build import build
 from murmuration.model.settings import SettingsError, Shape
-from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipError, ClipRule
-from murmuration.train.clip.sums import trainable_shapes
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
-from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import AdaptiveClip, Privacy
 from murmuration.train.config.root import Config, NoiseKind, Phase
 from murmuration.train.config.section import RecipeError
-from murmuration.train.optim.choose import width_factors
 from murmuration.train.recipe import pixels
 from murmuration.train.recipe.held_out import HeldOut, usable
 from murmuration.train.recipe.labels import LabelSource, class_filter, class_list, require_numbers
@@ -72,10 +62,7 @@ from murmuration.train.recipe.open_data import (
 )
 from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
 from murmuration.train.recipe.record_names import Part, require_names
-from murmuration.train.recipe.released_moments import ProtectedRecords
-from murmuration.train.recipe.scaling import open_scales
 from murmuration.train.recipe.warm_start import WarmStart
-from murmuration.train.storage.sibling_runs import RunLog
 
 __all__ = [
     "ReadyPhase",
@@ -85,7 +72,6 @@ __all__ = [
     "planned",
     "planned_epsilon",
     "prepare",
-    "require_rates",
     "resolve_shape",
     "with_steps",
 ]
@@ -121,12 +107,6 @@ class ReadyPhase:
     """Whether the held-out records of a captioner have captions."""
     pixels: Normalisation = pixels.IMAGENET
     """The same in every phase of the run."""
-    scales: ScaleTable | None = None
-    """By which gradients are multiplied before they are clipped."""
-    scaled_by: tuple[Origin, ...] = ()
-    """The private runs that released what the scales were made of; none: they were made of public records."""
-    scales_used: frozenset[str] = frozenset()
-    """Digests of the records that the runs which led to the scales used without noise."""
 
     @property
     def name(self) -> str:
@@ -176,8 +156,6 @@ class ReadyPhase:
             found |= _identity("mixed", self.mixed, True, keyed)
         if self.start is not None:
             found["start"] = self.start.digest
-        if self.scales is not None:
-            found["scaling"] = self.scales.digest
         if self.settings.plateau is not None and self.held_out is not None:
             found |= _identity("held_out", self.held_out, True, keyed)
         if self.pixels != pixels.IMAGENET:  # a run that began before there was a choice can continue
@@ -248,7 +226,6 @@ def prepare(config: Config) -> list[ReadyPhase]:
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
     _require_one_unit(phases)
     _keep_apart(phases)
-    phases = [_scaled(phase, phases, config.run.registry) for phase in phases]
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases))
     for phase in phases:
@@ -268,7 +245,7 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
         privacy = phase.settings.privacy
         if privacy is not None:
             where = f"phases.{phase.number}"
-            plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise, scales=phase.scales)
+            plan = make_plan(phase.settings, privacy, phase.n, where, noise=config.run.noise)
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
@@ -366,23 +343,6 @@ def _all_digests(index: RecordIndex) -> frozenset[str]:
     return every_ledger_digest(index) | whole
 
 
-def _scaled(phase: ReadyPhase, phases: list[ReadyPhase], registry: str | None) -> ReadyPhase:
-    """With its scales, which are opened only now that the data of all phases are known to be what they are used as."""
-    privacy = phase.settings.privacy
-    if privacy is None or privacy.scaling is None:
-        return phase
-    model = build(phase.shape, phase.settings.objective, device="meta")
-    select(model, phase.settings.trainable)
-    protected = [
-        ProtectedRecords(each.name, _all_digests(each.index), RunLog.of(each.index, registry).knows)
-        for each in phases
-        if each.private
-    ]
-    where = f"phases.{phase.number}.privacy.scaling"
-    found = open_scales(privacy.scaling, where, trainable_shapes(model), protected)
-    return replace(phase, scales=found.table, scaled_by=found.origins, scales_used=found.used)
-
-
 def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
     if isinstance(public, StreamIndex):
         return public.shared_with(private.shards, places_of(private))
@@ -400,10 +360,6 @@ def _open(
     number: int, phase: Phase, shape: Shape, start: WarmStart | None, classes: ClassList | None, noise: NoiseKind
 ) -> ReadyPhase:  # fmt: skip
     where = f"phases.{number}"
-    if phase.optimizer.width_transfer is not None:
-        model = build(shape, phase.objective, device="meta")
-        select(model, phase.trainable)
-        require_rates(phase.optimizer, model, where)
     index = open_data(phase, shape, where, classes)
     if phase.privacy is not None or not phase.data.public:
         refuse_plain_http(index, f"{where}.data.path")
@@ -426,14 +382,6 @@ def _open(
     return ReadyPhase(
         number, phase, shape, index, text, held_out, monitored, mixed, start, classes, _left_out(phase, where), units
     )
-
-
-def require_rates(optimizer: Optimizer, model: nn.Module, where: str) -> dict[str, float]:
-    """The factors on the rates of a model that may have no data; refuses a transfer that it does not allow."""
-    try:
-        return width_factors(optimizer, model)
-    except RecipeError as error:
-        raise RecipeError(f"{where}.{error}") from None
 
 
 def _left_out(phase: Phase, where: str) -> dict[str, str]:
@@ -481,11 +429,10 @@ def unit_of(phase: Phase) -> Unit | None:
 
 def make_plan(
     phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None,
-    noise: NoiseKind = "aes", table: str = "", scales: ScaleTable | None = None,
+    noise: NoiseKind = "aes", table: str = "",
 ) -> PrivacyPlan:  # fmt: skip
     """Freezes n (`records`, or units), q, C, sigma, T and delta; `known` is the ledger's plan, whose sigma need not be
-    calibrated again; `table`: the ledger's digest of the table of units; `scales`: those of the gradients, which a
-    config alone does not give and on which epsilon does not depend."""
+    calibrated again; `table`: the ledger's digest of the table of units."""
     units = unit_of(phase)
     if units is not None:
         units = replace(units, table=table)
@@ -502,7 +449,6 @@ def make_plan(
             epsilon_budget=privacy.epsilon, metrics=metrics, adaptive=adaptive, held_out=privacy.held_out,
             grid_growth=growth, banded=_banded(phase, privacy, known), views=privacy.views, units=units,
             unit=unit_in_words(units), adjacency=adjacency_in_words(units), slots=slots,
-            scaling=None if scales is None else ScaledSpace(scales.digest, *scales.span),
         )  # fmt: skip
         sigma = privacy.noise_multiplier
         if sigma is None and known is not None and all(getattr(known, k) == v for k, v in fixed.items()):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.heads import lost_charges
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.scale_table import scales_name
 from murmuration.accounting.unit import RECORD
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
@@ -58,12 +56,11 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
 
 
 def _declare_origins(run: RunContext, phase: ReadyPhase) -> None:
-    """The runs whose weights or moments the phase uses, and what these had used without noise."""
-    run.writer.declare_earlier(phase.scales_used | (phase.start.without_noise if phase.start is not None else set()))
-    for origin in phase.start.origins if phase.start is not None else ():
-        if run.writer.declare_origin(origin):
-            run.board.say(f"{phase.name}  {origin.deviation()}")
-    for origin in phase.scaled_by:
+    """The runs whose weights the phase begins with, and what these had used without noise."""
+    if phase.start is None:
+        return
+    run.writer.declare_earlier(phase.start.without_noise)
+    for origin in phase.start.origins:
         if run.writer.declare_origin(origin):
             run.board.say(f"{phase.name}  {origin.deviation()}")
 
@@ -72,11 +69,8 @@ def _declare_plan(run: RunContext, phase: ReadyPhase, privacy: Privacy) -> Priva
     known = run.writer.history.plans.get(phase.number)
     where, noise = f"phases.{phase.number}", run.config.run.noise
     units = run.contents(phase).get("units", "")
-    plan = make_plan(phase.settings, privacy, phase.n, where, known, noise, units, phase.scales)
+    plan = make_plan(phase.settings, privacy, phase.n, where, known, noise, units)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
-    if phase.scales is not None:
-        with atomic(run.folder.root / scales_name(phase.number)) as file:
-            file.write(phase.scales.text().encode())
     return plan
 
 
@@ -106,8 +100,6 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest
-    if phase.scales is not None:
-        found["released" if phase.scaled_by else "scaling"] = phase.scales.digest
     for use, digest in found.items():
         run.writer.declare_public(phase.number, use, digest)
 

@@ -20,7 +20,6 @@ from murmuration.model.build import build
 from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine
-from murmuration.train.clip.scaling import Scaling
 from murmuration.train.config.optimizer import Carry
 from murmuration.train.config.phase import SolvedHead
 from murmuration.train.config.privacy import Privacy
@@ -33,7 +32,6 @@ from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import ProbedRate
-from murmuration.train.optim.width import WidthFactors
 from murmuration.train.private import Computation, PrivateCore, clipping_engine
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
@@ -86,7 +84,7 @@ def train_privately(
         reader = _reader(run, phase, model, derive, at_end)
         built = clipping_engine(
             model, rule, settings.optimizer, plan.noise_std / plan.divisor, engine_settings, ranks, computation,
-            scaling=_scaling(run, phase, plan), keeps_before=privacy.loss_probes is not None,
+            keeps_before=privacy.loss_probes is not None,
         )  # fmt: skip
         at_end.callback(built.engine.close)
         _note_memory(run, phase, built.forward.kept_from_swap)
@@ -123,19 +121,6 @@ def _first_norm(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan, own: Load
     return run.ranks.on_main(lambda: run.writer.clip_norm_after(phase.number, done, digest))
 
 
-def _scaling(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan) -> Scaling | None:
-    """The scales that this rank read, which must be those that the main rank has planned."""
-    run.ranks.require_same("the scales of the gradients", phase.scales.digest if phase.scales is not None else "none")
-    if phase.scales is None or plan.scaling is None:
-        return None
-    lowest, highest = plan.scaling.noise_on_weights(plan.noise_std)
-    run.board.say(
-        f"{phase.name}  gradients are clipped to C in the space of {len(phase.scales.weights)} weights' scales; on "
-        f"weights, the noise of a sum is {lowest:.3g} to {highest:.3g}"
-    )
-    return Scaling(phase.scales)
-
-
 def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
     found = run.ranks.on_main(lambda: segment_of(run, phase, done))
     if phase.settings.features is not None:  # before missing features are computed
@@ -165,9 +150,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         engine = make_engine(
             EngineSettings.of(config),
             PlainForward(model, config.run.precision, compiled=config.run.compile == "blocks"),
-            make_optimizer(
-                settings.optimizer, model.named_parameters(), 0.0, WidthFactors.of(settings.optimizer, model)
-            ),
+            make_optimizer(settings.optimizer, model.named_parameters(), 0.0),
             ranks,
         )  # fmt: skip
         at_end.callback(engine.close)

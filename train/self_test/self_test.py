@@ -25,7 +25,6 @@ from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.distributed.ranks import Ranks, by_copy
-from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import Engine, digests_of, evaluating
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
@@ -112,9 +111,9 @@ def _noise_is_as_planned(
     engine: Engine, clip: ClipEngine, noise: Noise, absent: MicroBatch, ranks_per_copy: int, ranks: Ranks
 ) -> float:
     """Checks that noise is on every element once, independent, and of the planned sigma; returns the measured one."""
-    drawn = [_empty_step(engine, clip, noise, step, absent) for step in range(1, _steps(engine) + 1)]
+    drawn = [_empty_step(engine, noise, step, absent) for step in range(1, _steps(engine) + 1)]
     _every_element_once(engine, drawn[0], ranks_per_copy, ranks)
-    sigma = _measured_sigma(engine, drawn, noise, clip, ranks)
+    sigma = _measured_sigma(drawn, noise, clip, ranks)
     _streams_differ(drawn, ranks_per_copy, ranks)
     return sigma
 
@@ -238,11 +237,9 @@ def _steps(engine: Engine) -> int:
     return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
 
 
-def _empty_step(
-    engine: Engine, clip: ClipEngine, noise: Noise, step: int, absent: MicroBatch
-) -> Capture:  # fmt: skip
+def _empty_step(engine: Engine, noise: Noise, step: int, absent: MicroBatch) -> Capture:
     engine.accumulate(absent)
-    captured = Capture(NoisyUpdate(noise, step, clip.scaling))
+    captured = Capture(NoisyUpdate(noise, step))
     engine.update(captured, learning_rate=0.0)
     return captured
 
@@ -261,11 +258,9 @@ def _every_element_once(engine: Engine, captured: Capture, ranks_per_copy: int, 
                 raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
 
 
-def _measured_sigma(
-    engine: Engine, drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks
-) -> float:  # fmt: skip
+def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks) -> float:
     """Measured in empty steps, in which only noise reaches the optimizer."""
-    values = [_in_clipped_space(engine, clip, *each) for captured in drawn for each in captured.found]
+    values = [values.double() for captured in drawn for _, values in captured.found]
     parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
     count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
     measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
@@ -274,15 +269,6 @@ def _measured_sigma(
     if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
         raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
     return measured
-
-
-def _in_clipped_space(engine: Engine, clip: ClipEngine, fragment: Fragment, values: Tensor) -> Tensor:
-    """Fp64. What the optimizer gets was divided by the scales of the clip engine, if it has any; they are multiplied
-    onto it again in the way in which gradients are."""
-    if clip.scaling is None:
-        return values.double()
-    scales = clip.scaling.times(fragment.name, torch.ones(engine.shapes[fragment.name], dtype=torch.float64))
-    return values.double() * scales.flatten()[fragment.start : fragment.start + fragment.length]
 
 
 def _added_std(noise: Noise, steps: int) -> float:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
+from murmuration.contrib.four_way import VARIANTS, Study, _one, first_weights, main, run_study, write
 from murmuration.model.build import build
-from murmuration.train.commands.four_way import main, write
 from murmuration.train.config.root import Config
-from murmuration.train.public.four_way import VARIANTS, Study, _one, first_weights, run_study  # pyright: ignore[reportPrivateUsage]
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
 from murmuration.train.run.evaluation_phase import StillEngine
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
+from tests.support import drops_world
 from tests.support.texture_samples import texture_samples
 from tests.support.train_helpers import alone, local
 
@@ -82,6 +82,13 @@ def test_neither_is_plain_training_on_the_same_draws() -> None:
     sure = gradient.abs() > 1e-6  # AdamW's first step is the sign of the gradient, decay apart
     assert float((moved[sure].sign() == gradient[sure].sign()).float().mean()) > 0.999
     assert float(cosine_similarity(moved[sure], gradient[sure].sign(), dim=0)) > 0.99
+
+
+def test_what_is_dropped_at_random_is_dropped_here_too() -> None:
+    whole = drops_world.config(0.4, 0.5)
+    study = Study("flat", 0.05, 0.01, 0.4, [1e-3], 2, 16)
+    curve = _one(whole, prepare(whole)[0], study, VARIANTS[1], 1e-3, [], alone(), local)
+    assert len(curve.losses) >= 2 and curve.clip_factor <= 1
 
 
 def test_a_phase_begins_with_the_weights_that_it_begins_with_in_a_run(tmp_path: Path) -> None:
