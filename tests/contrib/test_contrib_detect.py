@@ -114,7 +114,7 @@ import torch
 torch.set_num_threads(int(sys.argv.pop(1)))
 from murmuration.launch.evaluate import main
 from murmuration.contrib.dense import detect, training as dense
-backward, found, done = dense._backward, detect.found_by, []
+backward, found, done = dense.DensePictures.backward, detect.found_by, []
 def counted(kind, limit, run):
     def counting(*given):
         if sys.argv[1] == kind and len(done) == limit:
@@ -122,12 +122,11 @@ def counted(kind, limit, run):
         done.append(run(*given))
         return done[-1]
     return counting
-dense._backward, detect.found_by = counted("step", 5, backward), counted("found", 8, found)
+dense.DensePictures.backward, detect.found_by = counted("step", 5, backward), counted("found", 8, found)
 main(sys.argv[2:])
 """
 
 
-@pytest.mark.slow
 def test_killed_in_training_and_in_scoring_it_continues_and_ends_alike(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

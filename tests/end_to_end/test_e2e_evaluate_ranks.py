@@ -118,7 +118,7 @@ SEVERAL = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch.distributed as dist
-from murmuration.train.commands import evaluate
+from murmuration.launch import evaluate
 def left(code):
     assert code == 0
 begin = dist.init_process_group
