@@ -1,4 +1,4 @@
-"""How many crops `prepare.py overlap` finds, and how many strangers it takes for one, on made pictures.
+"""How many crops `murmuration.contrib.overlap` finds, and how many strangers it takes for one, on made pictures.
 
     python benchmarks/overlap.py --pictures 300
 
@@ -21,10 +21,10 @@ from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from murmuration.contrib.overlap.exclude import overlapping
+from murmuration.contrib.overlap.hash_store import Hashes
+from murmuration.contrib.overlap.phash import DECODED, WINDOWS, hamming, window_hashes
 from murmuration.data.decode.picture import PictureMaker
-from murmuration.data.overlap.exclude import overlapping
-from murmuration.data.overlap.hash_store import Hashes
-from murmuration.data.overlap.phash import DECODED, WINDOWS, hamming, window_hashes
 from murmuration.data.synthetic.textures import textures
 
 SIDE = 160

@@ -5,7 +5,6 @@
     python launch/prepare.py pack        make tar shards of pictures with a table, or of a published set
     python launch/prepare.py check       look at the records of a config as the trainer sees them
     python launch/prepare.py synthetic   make pictures by rule, for phases that are not private
-    python launch/prepare.py overlap     leave out private records that public sets contain too
     python launch/prepare.py split       freeze which share of a set is public
 
 Each command lives in launch/prepare_<command>.py and explains itself with --help. Exit codes: 0 done, 2 bad input,
@@ -29,15 +28,12 @@ from murmuration.launch import (
     prepare_check,
     prepare_demo,
     prepare_index,
-    prepare_overlap,
     prepare_pack,
     prepare_split,
     prepare_synthetic,
 )
 
-COMMANDS = (
-    prepare_demo, prepare_index, prepare_pack, prepare_check, prepare_synthetic, prepare_overlap, prepare_split,
-)  # fmt: skip
+COMMANDS = (prepare_demo, prepare_index, prepare_pack, prepare_check, prepare_synthetic, prepare_split)
 
 
 def main(argv: list[str] | None = None) -> int:

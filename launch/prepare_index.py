@@ -49,12 +49,6 @@ def declare(commands: Any) -> None:
     shards = index.add_argument_group("tar shards")
     shards.add_argument("--workers", type=int, help="processes (default: one per core, one for less than 512 MiB)")
     shards.add_argument("--rescan", action="store_true", help="scan every shard, whatever is known about it")
-    shards.add_argument("--energon", action="store_true", help="write NVIDIA Energon's .tar.idx beside each shard")
-    shards.add_argument(
-        "--trust-idx",
-        action="store_true",
-        help="take offsets from .tar.idx files: each is checked in its shard, but contents are neither read nor hashed",
-    )
     images = index.add_argument_group("images")
     images.add_argument(
         "--classes",
@@ -116,17 +110,12 @@ def _shards(arguments: argparse.Namespace) -> ShardIndex:
 
     show = Progress("indexing", "shards")
     remarks: list[str] = []
-    wanted = Wanted(
-        arguments.trust_idx, arguments.energon, arguments.rescan, arguments.workers, arguments.unit,
-        arguments.unit_missing,
-    )  # fmt: skip
+    wanted = Wanted(arguments.rescan, arguments.workers, arguments.unit, arguments.unit_missing)
     index = build(arguments.source, arguments.out, progress=progress, wanted=wanted, tell=remarks.append)
     print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
     print(f"scanned {len(index.shards) - known} shards, {known} were known")
     print(f"manifest {index.manifest_digest}")
     print(*(f"{remark}\n" for remark in remarks), sep="", end="")
-    if unread := sum(not shard.sha256 for shard in index.shards):
-        print(f"{unread} shards were indexed on trust: the manifest does not pin their contents", file=sys.stderr)
     return index
 
 

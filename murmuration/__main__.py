@@ -11,7 +11,7 @@ COMMANDS = {
         "murmuration.train.commands.train",
         "train a config (on several GPUs: deepspeed --module murmuration train ...)",
     ),
-    "prepare": ("murmuration.launch.prepare", "index data, draw synthetic data, leave out what public sets hold, too"),
+    "prepare": ("murmuration.launch.prepare", "index, pack and check data, draw synthetic data"),
     "account": ("murmuration.accounting.cli.main", "epsilon, calibration, and the verification of finished runs"),
     "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),

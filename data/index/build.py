@@ -26,13 +26,11 @@ import numpy as np
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.strict_json import parse
 from murmuration.data.index.census import Census, remarks, total
-from murmuration.data.index.energon import check_sidecar, sidecar, trusted_scan, write_sidecar
 from murmuration.data.index.format import (
     OFFSETS,
     SHARDS,
     digest_of,
     read_manifest,
-    same_content,
     shard_of,
     write_manifest,
 )
@@ -93,9 +91,8 @@ class WorkArea:
         except OSError as error:
             raise cannot_write(self.folder, error) from error
         shard = Shard(name, scan.records, scan.bytes, scan.sha256, scan.offsets_sha256, scan.etag)
-        head = {"place": str(self.place(name)), "stamp": scan.stamp, "shard": asdict(shard)}
-        if scan.census is not None:
-            head["census"] = scan.census.facts()
+        head: dict[str, Any] = {"place": str(self.place(name)), "stamp": scan.stamp, "shard": asdict(shard)}
+        head["census"] = scan.census.facts()
         if scan.units is not None:
             head["units"] = {"by": self.unit, "sha256": hashlib.sha256(scan.units).hexdigest()}
         # Readable only by its owner: the names of records' members are private.
@@ -169,13 +166,12 @@ class Known:
                 self._first_record[place] = row - number
             row += shard.records + 1
 
-    def look_up(self, names: Sequence[str], *, without_content: bool) -> list[Noted | None]:
-        """The known result of each shard, None if it must be scanned; `without_content` accepts results without a
-        content hash."""
+    def look_up(self, names: Sequence[str]) -> list[Noted | None]:
+        """The known result of each shard, None if it must be scanned."""
         if all(isinstance(self._work.place(name), Path) for name in names):
-            return [self._find(name, without_content) for name in names]
+            return [self._find(name) for name in names]
         with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-            return list(pool.map(lambda name: self._find(name, without_content), names))
+            return list(pool.map(self._find, names))
 
     def offsets(self, noted: Noted) -> np.ndarray:
         if noted.row is None:
@@ -197,12 +193,11 @@ class Known:
         first = self._first_record[str(self._work.place(noted.shard.name))]
         return np.asarray(self._units[first : first + noted.shard.records])
 
-    def _find(self, name: str, without_content: bool) -> Noted | None:
+    def _find(self, name: str) -> Noted | None:
         found = self._work.read(name)
         indexed = self._indexed.get(str(self._work.place(name)))
         candidates = [found[0] if found else None, indexed if indexed and self._whole(indexed) else None]
-        usable = [each for each in candidates if each and each.stamp and (each.shard.sha256 or without_content)]
-        usable = [each for each in usable if each.units or self._work.unit is None]
+        usable = [each for each in candidates if each and each.stamp and (each.units or self._work.unit is None)]
         now = self._stamp(name) if usable else None
         fitting = next((each for each in usable if each.stamp == now), None)
         if fitting is None:
@@ -238,12 +233,9 @@ _NAMED = 3  # the most shards that a remark names
 
 @dataclass(frozen=True)
 class Wanted:
-    """How to index: `trust_sidecars` avoids reading the shards, `rescan` trusts no earlier result; `unit`: what units
-    of several records are named by (units.py), and `missing` what becomes of records without that name. An index that
-    has units keeps them where none are named."""
+    """How to index: `rescan` trusts no earlier result; `unit`: what units of several records are named by (units.py),
+    and `missing` what becomes of records without that name. An index that has units keeps them where none are named."""
 
-    trust_sidecars: bool = False
-    write_sidecars: bool = False
     rescan: bool = False
     workers: int | None = None
     unit: str | None = None
@@ -255,8 +247,6 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
 
     `tell` gets a sentence for each finding that may be a mistake but is no reason to refuse.
     """
-    if wanted.write_sidecars and not isinstance(root, Path):
-        raise ShardError(f"{root}: sidecars cannot be written beside remote shards; omit --energon")
     make_folder(target)
     with _only_one(target):
         wanted = _with_units(wanted, target)
@@ -265,7 +255,7 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
             work.clear()
             (target / STAMPS).unlink(missing_ok=True)
         known = Known(target, work)
-        before = known.look_up(names, without_content=wanted.trust_sidecars)
+        before = known.look_up(names)
         found = {noted.shard.name: noted for noted in before if noted}
         missing = [name for name in names if name not in found]
         progress(len(found), len(names))
@@ -292,8 +282,6 @@ def _with_units(wanted: Wanted, target: Path) -> Wanted:
         wanted = replace(wanted, unit=kept[0], missing=kept[1])
     if wanted.unit is not None:
         pattern_of(wanted.unit)
-        if wanted.trust_sidecars:
-            raise ShardError(f"{target}: --trust-idx reads no record, so it finds no units; leave one of them out")
     return wanted
 
 
@@ -324,12 +312,12 @@ def _scan_all(work: WorkArea, names: Sequence[str], wanted: Wanted) -> Generator
     asked = wanted.workers if wanted.workers is not None else (len(os.sched_getaffinity(0)) if large else 1)
     workers = min(asked, len(names))
     if workers <= 1:
-        yield from (_scan_one(work, name, wanted) for name in names)
+        yield from (_scan_one(work, name) for name in names)
         return
     # Spawned, because the caller may have threads.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         try:
-            for job in as_completed([pool.submit(_scan_one, work, name, wanted) for name in names]):
+            for job in as_completed([pool.submit(_scan_one, work, name) for name in names]):
                 yield job.result()
         except BrokenProcessPool:
             raise ShardError(
@@ -352,17 +340,15 @@ def _end_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-def _scan_one(work: WorkArea, name: str, wanted: Wanted) -> Noted | ShardError:
+def _scan_one(work: WorkArea, name: str) -> Noted | ShardError:
     """Errors are returned, so that one damaged shard among thousands does not hide the next one until the next run."""
     place = work.place(name)
     try:
-        trusting = wanted.trust_sidecars and isinstance(place, Path) and sidecar(place).is_file()
-        found = trusted_scan(place) if trusting and isinstance(place, Path) else scan(place, work.unit)
-        _ask_witnesses(place, found.offsets, wanted)
+        found = scan(place, work.unit)
+        _ask_witness(place, found.records)
     except ShardError as error:
         return error
     # These errors are raised: if one result cannot be written, the next one cannot either.
-    _write_sidecar(place, found.offsets, wanted)
     return work.note(name, found)
 
 
@@ -373,11 +359,9 @@ def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path
 
     def parts() -> Iterator[np.ndarray]:
         for noted in found:
-            place, offsets = work.place(noted.shard.name), known.offsets(noted)
-            if said := _ask_witnesses(place, offsets, wanted):
+            if said := _ask_witness(work.place(noted.shard.name), noted.shard.records):
                 unclear.append(said)
-            _write_sidecar(place, offsets, wanted)
-            yield offsets
+            yield known.offsets(noted)
 
     write_offsets(target, shards, parts())
     # After the offsets, so that a kill in between leaves hashes that do not match, which is refused and not misread.
@@ -400,8 +384,8 @@ def _remarks(found: Sequence[Noted]) -> Iterator[str]:
     yield from remarks(total(noted.census for noted in found if noted.census is not None))
     if bare := sum(noted.kept() is None for noted in found):
         yield (
-            f"{bare} of {len(found)} shards were indexed on trust or by an earlier version, which counted no names of "
-            "members and fields, so configs are not compared with them; --rescan counts them"
+            f"{bare} of {len(found)} shards have no counts of the names of members and fields, so configs are not "
+            "compared with them; --rescan counts them"
         )
 
 
@@ -414,34 +398,18 @@ def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndar
             file.write(part.astype("<u8", copy=False).tobytes())
 
 
-def _ask_witnesses(place: Place, offsets: np.ndarray, wanted: Wanted) -> str | None:
-    """Check a shard, even a known one, against the files beside it: these may have changed though the shard has not.
-
-    Returns a remark about a witness that cannot be understood.
-    """
-    if not isinstance(place, Path):
-        return None
-    unclear = check_stats(place, len(offsets) - 1)
-    if not wanted.write_sidecars:
-        check_sidecar(place, offsets)
-    return unclear
-
-
-def _write_sidecar(place: Place, offsets: np.ndarray, wanted: Wanted) -> None:
-    if wanted.write_sidecars and isinstance(place, Path):
-        write_sidecar(place, offsets)
+def _ask_witness(place: Place, records: int) -> str | None:
+    """Check a shard, even a known one, against the file of counts beside it, which may have changed though the shard
+    has not. Returns a remark if that cannot be understood."""
+    return check_stats(place, records) if isinstance(place, Path) else None
 
 
 def _refuse_twins(full: Sequence[Shard]) -> None:
     if not full:
         raise ShardError("no record in any shard; records are members named like 000123.jpg")
-    first: dict[str | tuple[int, str], Shard] = {}
+    first: dict[str, Shard] = {}
     for shard in full:
-        for key in (shard.sha256, (shard.bytes, shard.offsets_sha256)):
-            twin = first.setdefault(key, shard) if key else shard
-            if twin is not shard and same_content(twin, shard):
-                doubt = "" if twin.sha256 and shard.sha256 else ", as far as is known"
-                raise ShardError(
-                    f"{twin.name} and {shard.name}: the same bytes{doubt}; their records would count twice, so remove "
-                    "one"
-                )
+        if (twin := first.setdefault(shard.sha256, shard)) is not shard:
+            raise ShardError(
+                f"{twin.name} and {shard.name}: the same bytes; their records would count twice, so remove one"
+            )

@@ -23,7 +23,7 @@ from murmuration.data.store.tar import shown
 
 CAPTION = "txt"
 _SHOWN = 6
-# Files beside shards: Energon's, img2dataset's, and those of prepare.py pack.
+# Files beside shards: NVIDIA Energon's, img2dataset's, and those of prepare.py pack.
 _COMPANIONS = (".tar", ".tar.idx", "_stats.json", ".parquet", "classes.txt", "left_out.jsonl", "packed.json")
 _TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 _JSON_AT_FIRST, _LARGEST_JSON = 100, 1 << 20

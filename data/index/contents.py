@@ -25,14 +25,12 @@ SAMPLED = 2
 
 def pins_contents(index: RecordIndex) -> bool:
     """Whether a record that changed under an equal size is noticed. If not, steps are never repeated under their old
-    keys. Sizes alone are known of images without `--contents`, of shards that were indexed by their sidecars, and of
-    remote shards whose server sends no ETags."""
+    keys. Sizes alone are known of images without `--contents`, and of remote shards whose server sends no ETags."""
     whole = whole_of(index)
     if isinstance(whole, FolderIndex):
         return whole.pinned
     if isinstance(whole, ShardIndex):
-        local = isinstance(whole.root, Path)
-        return all(shard.sha256 if local else shard.etag for shard in whole.shards)
+        return isinstance(whole.root, Path) or all(shard.etag for shard in whole.shards)
     return True
 
 

@@ -74,7 +74,7 @@ class Exclusions:
         `manifest_digest` and `records` are those of the whole index.
         """
         target = Path(folder)
-        mend = "run launch/prepare.py overlap again, or remove both files to train on every record"
+        mend = "run python -m murmuration.contrib.overlap again, or remove both files to train on every record"
         if not (target / FACTS).exists() and not (target / IDS).exists():
             return None
         try:

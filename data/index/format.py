@@ -37,23 +37,10 @@ def digest_of(kind: str, shards: Iterable[Shard]) -> str:
     return hashed.hexdigest()
 
 
-def same_content(one: Shard, other: Shard) -> bool:
-    """Whether two lines are the same shard. If one was indexed without being read, equal offsets count as equal:
-    a false alarm is harmless, a record that counts twice is not."""
-    if one.sha256 and other.sha256:
-        return one.sha256 == other.sha256
-    return (one.bytes, one.offsets_sha256) == (other.bytes, other.offsets_sha256)
-
-
 def shared_shard(one: Sequence[Shard], other: Sequence[Shard]) -> Shard | None:
     """The first shard of `other` whose records are also in `one`."""
-    by_content = {shard.sha256: shard for shard in one if shard.records}
-    by_layout = {(shard.bytes, shard.offsets_sha256): shard for shard in one if shard.records}
-    for shard in other:
-        for twin in (by_content.get(shard.sha256), by_layout.get((shard.bytes, shard.offsets_sha256))):
-            if twin is not None and shard.records and same_content(twin, shard):
-                return shard
-    return None
+    contents = {shard.sha256 for shard in one if shard.records}
+    return next((shard for shard in other if shard.records and shard.sha256 in contents), None)
 
 
 def write_manifest(target: Path, kind: str, root: Place, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
@@ -114,9 +101,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 
 def shard_of(entry: Mapping[str, Any]) -> Shard:
     """The shard in one line of a manifest; ValueError or TypeError if the line is not valid."""
-    shard = Shard(**{"sha256": "", **entry})
+    shard = Shard(**entry)
     for text in (shard.name, shard.sha256, shard.offsets_sha256, shard.etag):
         _text(text)
+    if not shard.sha256:
+        raise ValueError(f"{shard.name!r} has no hash of its content")
     for count in (shard.records, shard.bytes):
         _count(count)
     return shard

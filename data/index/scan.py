@@ -33,9 +33,9 @@ class Scan:
     offsets: np.ndarray
     bytes: int
     sha256: str
+    census: Census
     etag: str = ""
     stamp: Stamp | None = None
-    census: Census | None = None  # None if the contents were not read
     units: bytes | None = None  # the hashes of the records' units, if they were asked for
 
     @property
@@ -68,7 +68,7 @@ def scan_file(path: Path, unit: str | None = None) -> Scan:
     if stamp_of(before) != stamp_of(after) or window.size != before.st_size:
         raise ShardError(f"{path}: changed while it was being indexed; wait until its writer is done")
     stamp = stamp_of(after) if settled(after, started) else None
-    return Scan(offsets, before.st_size, window.sha256, stamp=stamp, census=census, units=_found(column))
+    return Scan(offsets, before.st_size, window.sha256, census, stamp=stamp, units=_found(column))
 
 
 def scan_url(url: str, unit: str | None = None) -> Scan:
@@ -83,7 +83,7 @@ def scan_url(url: str, unit: str | None = None) -> Scan:
         raise ShardError(f"{url}: {window.size} bytes came, {stream.size} were announced; fetch it again")
     # Without an ETag nothing reveals a later change that keeps the size.
     stamp = (stream.size, stream.etag) if stream.etag else None
-    return Scan(offsets, stream.size, window.sha256, stream.etag or "", stamp, census, _found(column))
+    return Scan(offsets, stream.size, window.sha256, census, stream.etag or "", stamp, _found(column))
 
 
 def _found(column: UnitColumn | None) -> bytes | None:
@@ -143,7 +143,7 @@ class _Window:
 def record_offsets(
     read: Read, size: int, what: str, census: Census, units: UnitColumn | None = None
 ) -> np.ndarray:  # fmt: skip
-    """The start of every record and then the end of the last member: exactly the content of Energon's .tar.idx.
+    """The start of every record and then the end of the last member.
 
     `census` counts the members found; `units` notes whose records they are.
     """

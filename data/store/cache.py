@@ -104,7 +104,7 @@ class CachedRanges:
                 raise OSError("a short answer")
             hashed.update(raw)
             yield raw
-        if shard.sha256 and hashed.hexdigest() != shard.sha256:
+        if hashed.hexdigest() != shard.sha256:
             raise OSError("the fetched shard is not the indexed one")
 
     def _file(self, name: str, shard: Shard, ending: str) -> Path:
@@ -141,7 +141,7 @@ class Copies:
     def drop_changed_shard(self, place: Place, shard: Shard) -> None:
         kept = _file(self._folder, str(place), shard, "tar")
         with contextlib.suppress(OSError), kept.open("rb") as file:
-            if shard.sha256 and hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
+            if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
                 return
         self._remove(kept)
 

@@ -32,7 +32,7 @@ class Shard:
     name: str
     records: int
     bytes: int
-    sha256: str  # of the content; empty if the index was made without reading it
+    sha256: str  # of the content
     offsets_sha256: str = ""  # of this shard's part of offsets.npy
     etag: str = ""  # of a remote shard; not part of the digest, because a copy has a different one
 

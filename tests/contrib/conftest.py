@@ -1,3 +1,8 @@
-"""One thread, as the models are tiny."""
+"""Models are tiny and take one thread; shards are made as for tests of the data."""
 
-from tests.train.conftest import _one_thread  # noqa: F401
+from __future__ import annotations
+
+from tests.data.conftest import picture, write_tar
+from tests.train.conftest import _one_thread
+
+__all__ = ["_one_thread", "picture", "write_tar"]

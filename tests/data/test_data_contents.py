@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from murmuration.data.index.build import Wanted
 from murmuration.data.index.contents import SAMPLED, pins_contents, require_contents, shards_of, with_sample
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.public_split import SplitIndex
@@ -71,11 +70,8 @@ def test_what_is_indexed_by_size_alone_says_so(small_set: ShardIndex, tmp_path: 
         assert index.members(0, raw)
 
 
-def test_shards_by_their_sidecars_and_servers_without_etags_pin_no_contents(small_set: ShardIndex) -> None:
+def test_servers_without_etags_pin_no_contents(small_set: ShardIndex) -> None:
     folder = small_set.folder.parent
-    build(folder, wanted=Wanted(write_sidecars=True))
-    trusted = build(folder, folder / "trusted", wanted=Wanted(trust_sidecars=True, rescan=True))
-    assert not any(shard.sha256 for shard in trusted.shards) and not pins_contents(trusted)
     with serving(RangeServer(folder)) as server:
         for etags in (True, False):
             server.etags = etags

@@ -21,7 +21,7 @@ from murmuration.data.batch.shard_reader import LocalFiles, ShardReader
 from murmuration.data.index.format import FILES, SHARDS, digest_of
 from murmuration.data.index.open import open_index
 from murmuration.data.index.scan import scan
-from murmuration.data.index.shard_index import ShardIndex, Wanted, build, expand, shared_shard
+from murmuration.data.index.shard_index import ShardIndex, build, expand, shared_shard
 from murmuration.data.store.place import Shard, ShardError
 from murmuration.data.store.tar import parse
 
@@ -370,11 +370,6 @@ def test_shared_shards_are_found_whatever_their_name(
     (other / "b.tar").write_bytes((small_set.folder.parent / "000001.tar").read_bytes())
     found = shared_shard(small_set.shards, build(other).shards)
     assert found is not None and found.name == "b.tar"
-    # Also where one of the two sets was never read.
-    build(other, wanted=Wanted(write_sidecars=True))
-    trusted = build(other, tmp_path / "trusted", wanted=Wanted(trust_sidecars=True))
-    found = shared_shard(small_set.shards, trusted.shards)
-    assert found is not None and found.name == "b.tar" and not found.sha256
 
 
 def test_the_digest_covers_everything_but_the_etag() -> None:

@@ -43,8 +43,6 @@ def pictures(tmp_path: Path, picture: Callable[..., bytes], monkeypatch: pytest.
         ("synthetic --records 0 --out s", "both must be at least 1"),
         ("synthetic --records 1 --device nothing --out s", "--device nothing: choose cpu or cuda"),
         ("synthetic --records 1 --device cpu:foo --out s", "--device cpu:foo: choose cpu or cuda"),
-        ("overlap --private pics --against pics --workers 0", "--workers 0: at least 1 process"),
-        ("overlap --private pics --against pics --distance 65", "--distance 65: choose 0"),
         ("split pics --public-fraction nan", "--public-fraction nan: choose a number between 0 and 1"),
     ],
 )  # fmt: skip

@@ -203,8 +203,6 @@ def test_what_names_no_unit_is_refused_before_a_shard_is_read(tmp_path: Path, na
     write_shards(tmp_path / "shards", [["a"]])
     with pytest.raises(ShardError, match=said):
         build(tmp_path / "shards", wanted=Wanted(unit=name))
-    with pytest.raises(ShardError, match="reads no record"):
-        build(tmp_path / "shards", wanted=Wanted(unit=BY, trust_sidecars=True))
 
 
 def test_records_of_a_large_unit_are_chosen_by_key_and_evenly(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ TARGETS = {
     "stats": "targets_index:Stats",
     "known": "targets_index:KnownShards",
     "offsets": "targets_index:Offsets",
-    "sidecar": "targets_index:Sidecars",
     "exclusions": "targets_index:ExclusionFacts",
     "excluded": "targets_index:ExcludedIds",
     "units": "targets_units:UnitFacts",

@@ -221,40 +221,6 @@ class Offsets(IndexWorld):
         return max(code, self.prepared())
 
 
-class Sidecars(IndexWorld):
-    file = "000000.tar.idx"
-
-    def seeds(self) -> list[bytes]:
-        return [np.load(self.index / OFFSETS)[: COUNTS[0] + 1].astype("<u8").tobytes()]
-
-    def mutate(self, chance: Random, data: bytes, other: bytes) -> bytes:
-        if chance.random() < 0.4 or len(data) < 8:
-            return mutate_bytes(chance, data, other)
-        numbers = np.frombuffer(data[: len(data) // 8 * 8], "<u8").tolist()
-        odd = (0, 1, 512, 1024, 2**63, 2**64 - 512, 2**64 - 1, 10240, 4096, *numbers)
-        at = chance.randrange(len(numbers))
-        numbers = chance.choice(
-            (
-                [*numbers[:at], chance.choice(odd), *numbers[at + 1 :]],
-                [*numbers[:at], chance.choice(odd), *numbers[at:]],
-                numbers[:at] + numbers[at + 1 :],
-                sorted(number + chance.choice((0, 0, 512, 1024)) for number in numbers),
-            )
-        )
-        return b"".join(number.to_bytes(8, "little") if number < 2**64 else b"" for number in numbers)
-
-    def act(self, data: bytes) -> int:
-        self.lay(data)
-        code = self.prepared("--rescan")
-        self.lay(data)
-        for name in (IDS, FACTS):  # an index that was made on trust has another digest
-            (self.index / name).unlink()
-        trusted = self.prepared("--rescan", "--trust-idx")
-        if trusted == 0 and data != self.seeds()[0]:
-            trusted = self.read()  # one that leaves a record out is noticed here
-        return max(code, trusted)
-
-
 class ExclusionFacts(IndexWorld):
     file = f"index/{FACTS}"
 

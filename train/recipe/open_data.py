@@ -109,7 +109,7 @@ def _refuse_coupled(index: RecordIndex, data: ShardData, where: str) -> None:
     if by and by != data.unit and not data.public:
         raise RecipeError(
             f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
-            f"{where}.unit to {by!r}, or run prepare.py overlap again without --by-unit"
+            f"{where}.unit to {by!r}, or run murmuration.contrib.overlap again without --by-unit"
         )
 
 

@@ -112,7 +112,7 @@ def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
     if never_again is not None:
         run.board.say(
             f"{phase.name}  the index compares records by size alone, so steps that a kill interrupts are charged "
-            "twice; before another run begins, index images with --contents, and shards without --trust-idx"
+            "twice; before another run begins, index images with --contents"
         )
     return run.segment(phase.number, phase.name, digest, contents["data"], done, never_again)
 

@@ -17,18 +17,21 @@ import scipy.fft
 from PIL import Image
 from webdataset.writer import TarWriter
 
+from murmuration.accounting.errors import InputError
+from murmuration.contrib.overlap.__main__ import main
+from murmuration.contrib.overlap.exclude import LeakError, exclude_overlaps, overlapping
+from murmuration.contrib.overlap.hash_store import FOLDER, Hashes, hash_index
+from murmuration.contrib.overlap.phash import WINDOWS, hamming, window_hashes
 from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.index.exclusions import FACTS, IDS
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, build
-from murmuration.data.overlap.exclude import LeakError, exclude_overlaps, overlapping
-from murmuration.data.overlap.hash_store import FOLDER, Hashes, hash_index
-from murmuration.data.overlap.phash import WINDOWS, hamming, window_hashes
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.textures import textures
 from murmuration.launch import prepare
 from murmuration.train.storage.sibling_runs import RunLog
+from tests.data.test_data_index_hostile import DEEP, WRONG_NPY
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDE = 160
@@ -173,10 +176,10 @@ def test_crops_of_ten_per_cent_are_found_wherever_they_are_and_strangers_are_not
     others = [_file(image, quality=95) for image in strangers]
     public = _set(tmp_path / "public", write_tar, [*whole[:20], *crops[20:]])
     private = _set(tmp_path / "private", write_tar, [*crops[:20], *whole[20:], *others], per_shard=100)
-    command = ["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]
-    assert prepare.main([*command, "--no-crops"]) == 0
+    command = ["--private", str(private), "--against", str(public), "--workers", "1"]
+    assert main([*command, "--no-crops"]) == 0
     without = len(np.load(private / "index" / IDS))
-    assert prepare.main(command) == 0
+    assert main(command) == 0
     found = np.load(private / "index" / IDS)
     assert len(found) >= 38 and found.max() < 40, "strangers begin at 40"
     assert without < 15
@@ -199,9 +202,9 @@ def test_private_copies_of_public_pictures_are_left_out(
     files += [b"no picture", b""]
     private = _set(tmp_path / "private", write_tar, files, suffix="png")
     whole = ShardIndex.open(private)
-    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "overlap", "--private", str(private), "--against",
+    command = [sys.executable, "-m", "murmuration.contrib.overlap", "--private", str(private), "--against",
                str(public), str(held_out), "--workers", "1"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "30 of 72 records look like public ones" in done.stdout and "n stays 72" in done.stdout
     left = ShardIndex.open(private, excluded="skipped")
@@ -219,7 +222,7 @@ def test_private_copies_of_public_pictures_are_left_out(
     for name in (IDS, FACTS, FOLDER):
         assert (private / "index" / name).stat().st_mode & 0o077 == 0
     # Given again, it finds its hashes and comes to the same list.
-    assert prepare.main(command[2:]) == 0 and np.load(private / "index" / IDS).tolist() == twins
+    assert main(command[3:]) == 0 and np.load(private / "index" / IDS).tolist() == twins
 
 
 @pytest.fixture
@@ -262,11 +265,11 @@ def test_records_of_a_run_may_be_filtered_later_and_others_by_them_may_not(
     """Through the log that real runs write. n stays, so only a resume has to declare the change, and is told so."""
     private, public = two_sets
     assert RunLog.beside(private / "index").register("id", "private", "my-run", 8.0, 1e-5) is None
-    assert prepare.main(["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]) == 0
+    assert main(["--private", str(private), "--against", str(public), "--workers", "1"]) == 0
     said = capsys.readouterr().out
     assert "n stays 8" in said and "run 'my-run' began with another list" in said and "--new-segment" in said
     assert ShardIndex.open(private).records == 8 and ShardIndex.open(private).left_out(6)
-    assert prepare.main(["overlap", "--private", str(public), "--against", str(private)]) == 2
+    assert main(["--private", str(public), "--against", str(private)]) == 2
     assert "would reveal who is among them" in capsys.readouterr().err
 
 
@@ -295,7 +298,7 @@ def _twin(public: Path) -> Path:
 
 _HASHER = """
 import sys, time
-from murmuration.data.overlap.hash_store import hash_index
+from murmuration.contrib.overlap.hash_store import hash_index
 from murmuration.data.index.shard_index import ShardIndex
 def show(done, total):
     print(done, flush=True)
@@ -332,14 +335,48 @@ def test_units_are_excluded_whole(two_sets: tuple[Path, Path], capsys: pytest.Ca
     """Records 6 and 7 look like public ones; 4 to 7 are one unit, the others one each."""
     private, public = two_sets
     unit = "key:00000(?=[4567])"
-    command = ["overlap", "--private", str(private), "--against", str(public), "--workers", "1"]
-    assert prepare.main([*command, "--by-unit"]) == 2 and "knows no units" in capsys.readouterr().err
+    command = ["--private", str(private), "--against", str(public), "--workers", "1"]
+    assert main([*command, "--by-unit"]) == 2 and "knows no units" in capsys.readouterr().err
     assert prepare.main(["index", str(private), "--unit", unit, "--unit-missing", "own"]) == 0
     assert open_units(ShardIndex.open(private), unit).count == 5
-    assert prepare.main(command) == 0
+    assert main(command) == 0
     index = ShardIndex.open(private)
     assert index.excluded_by == "" and [index.left_out(n) for n in range(8)] == [False] * 6 + [True] * 2
-    assert prepare.main([*command, "--by-unit"]) == 0
+    assert main([*command, "--by-unit"]) == 0
     index = ShardIndex.open(private)
     assert index.excluded_by == unit and [index.left_out(n) for n in range(8)] == [False] * 4 + [True] * 4
     assert open_units(index, unit).count == 5, "n stays"
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [("hashes.npy", "empty"), ("states.npy", "far too many"), ("hashes.npy", "broken archive"), ("about.json", "deep")],
+)
+def test_damaged_hashes_are_made_anew(
+    tmp_path: Path, write_tar: Callable[..., Path], picture: Callable[..., bytes], name: str, wrong: str
+) -> None:
+    write_tar(tmp_path / "a.tar", [{"__key__": "a", "jpg": picture(1)}])
+    index = build(tmp_path)
+    whole = hash_index(index, 1, lambda done, total: None)
+    (index.folder / "phash" / name).write_bytes(DEEP if name == "about.json" else WRONG_NPY[wrong])
+    again = hash_index(index, 1, lambda done, total: None)
+    assert again.values.tolist() == whole.values.tolist() and again.valid.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("--workers 0", "--workers 0: at least 1 process"), ("--distance 65", "--distance 65: choose 0")],
+)
+def test_bad_input_is_one_sentence(
+    two_sets: tuple[Path, Path], options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private, public = two_sets
+    assert main(["--private", str(private), "--against", str(public), *options.split()]) == 2
+    complaint = capsys.readouterr().err
+    assert said in complaint and complaint.count("\n") == 1
+
+
+def test_without_faiss_the_fix_is_named(two_sets: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(InputError, match=r"murmuration\[overlap\]"):
+        exclude_overlaps(two_sets[0], [two_sets[1]], 4, 1, _silent, _nobody)

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from murmuration.accounting.durable import atomic
+from murmuration.contrib.overlap.phash import DECODED, VERSION, WINDOWS, window_hashes
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
 from murmuration.data.decode.decode import BadRecord, picture_in
 from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
-from murmuration.data.overlap.phash import DECODED, VERSION, WINDOWS, window_hashes
 from murmuration.data.store.index_files import open_npy, read_json
 from murmuration.data.store.place import RecordIndex
 

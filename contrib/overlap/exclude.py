@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.accounting.errors import InputError
+from murmuration.contrib.overlap.hash_store import Hashes, hash_index
+from murmuration.contrib.overlap.phash import hamming
 from murmuration.data.index.exclusions import Exclusions
 from murmuration.data.index.open import open_index, open_units
 from murmuration.data.index.shard_index import shared_shard
 from murmuration.data.index.units import unit_named
-from murmuration.data.overlap.hash_store import Hashes, hash_index
-from murmuration.data.overlap.phash import hamming
 from murmuration.data.store.place import RecordIndex, ShardError
 
 MOST_DISTANCE = 16  # beyond this, pictures that merely look alike are taken for copies
@@ -60,6 +60,10 @@ def exclude_overlaps(
         raise InputError(f"--distance {distance}: choose 0 (equal hashes) to {MOST_DISTANCE} bits")
     if workers < 1:
         raise InputError(f"--workers {workers}: at least 1 process decodes the pictures")
+    try:
+        import faiss  # noqa: F401  # before hours of hashing
+    except ModuleNotFoundError:
+        raise InputError("the search needs the package faiss: pip install 'murmuration[overlap]'") from None
     ours = open_index(private, excluded="ignored")
     theirs = [open_index(each, excluded="ignored") for each in against]
     refuse_leaks(ours, theirs, runs_on)
@@ -137,7 +141,7 @@ class _Known:
     """Hashes to search among."""
 
     def __init__(self, hashes: np.ndarray) -> None:
-        import faiss  # slow to load, and not needed for training
+        import faiss
 
         self._unique = np.unique(hashes)
         self._index = faiss.IndexBinaryMultiHash(64, _PARTS, 64 // _PARTS)

@@ -1,6 +1,6 @@
-"""prepare.py overlap: leave out private records that look like pictures of public or evaluation sets.
+"""Leave out private records that look like pictures of public or evaluation sets.
 
-    python launch/prepare.py overlap --private shards/ --against imagenet/val.index demo_data/held_out
+    python -m murmuration.contrib.overlap --private shards/ --against imagenet/val.index demo_data/held_out
 
 Writes exclusions.npy and exclusions.json beside the private index. Excluded records keep their places: they are drawn
 like any other and contribute nothing, so n, the published number of records, stays what it was, and nobody who sees a
@@ -13,45 +13,45 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
-from typing import Any
 
+from murmuration.contrib.overlap.exclude import exclude_overlaps
+from murmuration.data.index.open import open_index
 from murmuration.data.progress import Progress
+from murmuration.train.commands.exits import guarded
+from murmuration.train.recipe.private_around import Extent, protected_around
+from murmuration.train.storage.sibling_runs import RunLog
 
 
-def declare(commands: Any) -> None:
-    overlap = commands.add_parser(
-        "overlap",
-        help="leave out private records that public sets contain too",
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m murmuration.contrib.overlap",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    overlap.set_defaults(run=_overlap)
-    overlap.add_argument("--private", type=Path, required=True, help="index of the records to filter")
-    overlap.add_argument("--against", type=Path, nargs="+", required=True, help="indexes of public or evaluation sets")
-    overlap.add_argument("--distance", type=int, default=4, help="bits (of 64) in which hashes of copies may differ")
-    overlap.add_argument(
+    parser.add_argument("--private", type=Path, required=True, help="index of the records to filter")
+    parser.add_argument("--against", type=Path, nargs="+", required=True, help="indexes of public or evaluation sets")
+    parser.add_argument("--distance", type=int, default=4, help="bits (of 64) in which hashes of copies may differ")
+    parser.add_argument(
         "--crops",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="whether crops that leave out up to 10 %% of a side are also found (default: yes)",
     )
-    overlap.add_argument(
+    parser.add_argument(
         "--by-unit", action="store_true",
         help="leave out all records of a unit of the index with any of them; only for runs whose data.unit it is",
     )  # fmt: skip
-    overlap.add_argument(
+    parser.add_argument(
         "--workers", type=int, default=len(os.sched_getaffinity(0)),
         help="processes (default: one per core)",
     )  # fmt: skip
+    arguments = parser.parse_args(argv)
+    return guarded(lambda: _overlap(arguments), main_rank=True)
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
-    from murmuration.data.index.open import open_index
-    from murmuration.data.overlap.exclude import exclude_overlaps
-    from murmuration.train.recipe.private_around import Extent, protected_around
-    from murmuration.train.storage.sibling_runs import RunLog
-
     def runs_on(folder: Path) -> list[str]:
         return [str(entry.get("run")) for entry in RunLog.beside(folder).siblings()]
 
@@ -77,3 +77,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     if used := runs_on(index.folder):
         print(f"run {used[0]!r} began with another list; to continue it with this one, declare --new-segment 'why'")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
