@@ -140,7 +140,7 @@ def read(folder: Path, count: int, tokenizer: str, length: int, side: int, label
 @torch.no_grad()
 def judged(model: Any, data: Path, tokenizer: str, length: int, side: int) -> dict[str, float]:
     from murmuration.data.text.encoder import TextEncoder
-    from murmuration.evaluation.zero_shot import zero_shot
+    from murmuration.train.measures.zero_shot import zero_shot
 
     inputs = read(data / "held_out", HELD_OUT, tokenizer, length, side, tuple(AXES))
     truth = {axis: inputs.pop(axis) for axis in AXES}

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from murmuration.evaluation.models.load import load
     from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule, Schedule
     from murmuration.train.config.privacy import (
         AdaptiveClip,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     )
     from murmuration.train.config.root import ZeroOptimization
     from murmuration.train.core import Computation
-    from murmuration.train.evaluate.load import load
     from murmuration.train.library import PrivateTraining, Settings, Units
     from murmuration.train.start import Public
 
@@ -35,7 +35,7 @@ _HOMES = {
     "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule"),
     "train.config.root": ("ZeroOptimization",),
     "train.core": ("Computation",),
-    "train.evaluate.load": ("load",),
+    "evaluation.models.load": ("load",),
 }  # fmt: skip
 
 __all__ = [

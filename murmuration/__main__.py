@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "init": ("murmuration.train.commands.init", "write a first config for your own data"),
+    "init": ("murmuration.launch.init", "write a first config for your own data"),
     "train": (
         "murmuration.train.commands.train",
         "train a config (on several GPUs: deepspeed --module murmuration train ...)",
@@ -15,8 +15,8 @@ COMMANDS = {
     "account": ("murmuration.accounting.cli.main", "epsilon, calibration, and the verification of finished runs"),
     "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
-    "evaluate": ("murmuration.train.commands.evaluate", "what a trained model can do, on public records"),
-    "use": ("murmuration.train.commands.use", "captions, classes or features of your own pictures by a trained model"),
+    "evaluate": ("murmuration.launch.evaluate", "what a trained model can do, on public records"),
+    "use": ("murmuration.launch.use", "captions, classes or features of your own pictures by a trained model"),
     "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
     "export": ("murmuration.train.commands.export", "weights and certificate for release"),
 }  # fmt: skip

@@ -16,10 +16,10 @@ import torch
 import murmuration.data.text.clip_bpe as clip_vocabulary
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder, open_vocabulary, word_tokenizer
-from murmuration.evaluation.zero_shot import score_labels
 from murmuration.model.build import build
 from murmuration.model.captioner import caption_loss
 from murmuration.model.settings import ModelSettings
+from murmuration.train.measures.zero_shot import score_labels
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPTIONS = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from timm.models._hub import save_for_hf
 
-from murmuration.train.evaluate.answers import MicroBatchAnswers
+from murmuration.evaluation.session.answers import MicroBatchAnswers
 from murmuration.train.storage.feature_store import PRESENT, RowWriter
 from tests.support import forking
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, saved, shards, tokenizer
@@ -118,7 +118,7 @@ SEVERAL = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch.distributed as dist
-from murmuration.train.commands import evaluate
+from murmuration.launch import evaluate
 def left(code):
     assert code == 0
 begin = dist.init_process_group
@@ -171,9 +171,9 @@ def test_every_other_protocol_of_two_processes_is_that_of_one(world: Path, tmp_p
 SABOTAGE = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-from murmuration.train.commands.evaluate import main
-from murmuration.train.evaluate.answers import Answers
-from murmuration.train.evaluate.errors import EvaluationError
+from murmuration.launch.evaluate import main
+from murmuration.evaluation.session.answers import Answers
+from murmuration.evaluation.errors import EvaluationError
 kept, done, how = Answers.add, [], sys.argv.pop(1)
 def add(self, part):
     if os.environ["RANK"] == "1" and len(done) == 2:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from murmuration.train.evaluate.training_state import TrainingState
+from murmuration.evaluation.protocols.shared_training import TrainingState
+from tests.contrib.test_contrib_detect import coco
+from tests.contrib.test_contrib_segment import ade
 from tests.end_to_end.test_e2e_evaluate_ranks import as_many_threads, by_several, by_two  # noqa: F401
 from tests.support.evaluation_world import class_folders, evaluate, result, saved
 from tests.support.launching import ROOT
 from tests.support.published import vip_mae
-from tests.train.test_train_detect import coco
-from tests.train.test_train_segment import ade
 
 FEW = ["--epochs", 3, "--warmup", 1, "--seed", 3]
 
@@ -90,8 +90,8 @@ KEEPING = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from murmuration.train.commands.evaluate import main
-from murmuration.train.evaluate import dense
+from murmuration.launch.evaluate import main
+from murmuration.contrib.dense import training as dense
 answers, train = dense.answers, dense.train
 def training(session, model, *more):
     if session.sharing.main:

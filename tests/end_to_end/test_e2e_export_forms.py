@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 import murmuration
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.data.index.folders import build_folder
+from murmuration.launch import use
 from murmuration.model.released import load_dpcap, load_vip_mae
 from murmuration.model.weight_files import read_weights
-from murmuration.train.commands import export, use
+from murmuration.train.commands import export
 from tests.support.evaluation_world import class_folders, class_list, shards, tokenizer
 from tests.support.foreign_models import ENCODER
 from tests.support.launching import ROOT, Launch
@@ -227,7 +228,7 @@ def test_a_run_and_its_export_are_loaded_as_one_model(root: Path) -> None:
 
 def test_use_needs_no_deepspeed(root: Path) -> None:
     code = (
-        "import sys; from murmuration.train.commands.use import main; assert main(sys.argv[1:]) == 0\n"
+        "import sys; from murmuration.launch.use import main; assert main(sys.argv[1:]) == 0\n"
         "assert 'deepspeed' not in sys.modules"
     )
     asked = [root / "caption-safetensors", root / "public" / "red" / "000.png"]

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from murmuration.evaluation.caption_choices import LEAST_ATTRIBUTION, grouped, macro, micro
-from murmuration.evaluation.caption_scores import all_scores, chosen_options, pair_scores, picture_ranks, text_ranks
+from murmuration.evaluation.measures.caption_choices import LEAST_ATTRIBUTION, grouped, macro, micro
+from murmuration.evaluation.measures.caption_scores import (
+    all_scores,
+    chosen_options,
+    pair_scores,
+    picture_ranks,
+    text_ranks,
+)
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
 

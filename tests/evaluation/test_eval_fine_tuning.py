@@ -7,7 +7,7 @@ from timm.optim import param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
 from torch.optim import AdamW
 
-from murmuration.evaluation.fine_tuning import LEAST_RATE, FineTuneSettings, groups_of
+from murmuration.evaluation.measures.fine_tuning import LEAST_RATE, FineTuneSettings, groups_of
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
 from tests.support.foreign_models import timm_vit

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from murmuration.evaluation.captions import beam, greedy, log_likelihood, nucleus
-from murmuration.evaluation.label_trie import stops_of, trie_of, written_names
-from murmuration.evaluation.zero_shot import class_scores
+from murmuration.evaluation.measures.label_trie import stops_of, trie_of, written_names
+from murmuration.train.measures.captions import beam, greedy, log_likelihood, nucleus
+from murmuration.train.measures.zero_shot import class_scores
 
 WORDS = ["<pad>", "<start>", "<end>", "<unk>", ".", "a", "great", "white", "shark", "heron", "photo", "of"]
 ID = {word: number for number, word in enumerate(WORDS)}

@@ -8,7 +8,7 @@ from scipy.stats import norm
 from sklearn import metrics
 from sklearn.linear_model import LogisticRegression
 
-from murmuration.evaluation.membership import (
+from murmuration.evaluation.measures.membership import (
     MembershipError,
     _halves,
     auc,

@@ -20,9 +20,9 @@ resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
 import numpy as np
 import torch
 torch.set_num_threads(1)
-from murmuration.evaluation.lars_probe import LarsSettings, fit_lars
-from murmuration.evaluation.ranking import hits
-from murmuration.evaluation.rows import Rows
+from murmuration.evaluation.measures.lars_probe import LarsSettings, fit_lars
+from murmuration.train.measures.ranking import hits
+from murmuration.evaluation.measures.rows import Rows
 records, width, classes = map(int, sys.argv[2:])
 features = np.memmap(sys.argv[1], np.float32, "r", shape=(records, width))
 rows = Rows(features, np.arange(records) % classes, np.arange(records))

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from murmuration.evaluation import rows as rows_module
-from murmuration.evaluation.interval import mean, share
-from murmuration.evaluation.lars_probe import LarsSettings, fit_lars
-from murmuration.evaluation.logistic import fit_logistic, normalised
-from murmuration.evaluation.ranking import hits
-from murmuration.evaluation.rows import Rows
+from murmuration.evaluation.measures import rows as rows_module
+from murmuration.evaluation.measures.interval import mean, share
+from murmuration.evaluation.measures.lars_probe import LarsSettings, fit_lars
+from murmuration.evaluation.measures.logistic import fit_logistic, normalised
+from murmuration.evaluation.measures.rows import Rows
+from murmuration.train.measures.ranking import hits
 
 CPU = torch.device("cpu")
 CLASSES, WIDTH = 4, 12

@@ -15,7 +15,7 @@ from PIL import Image
 
 from murmuration.data.index.shard_index import build
 from murmuration.data.text.encoder import word_tokenizer
-from murmuration.train.commands.evaluate import main
+from murmuration.launch.evaluate import main
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "grey": (128, 128, 128), "red": (220, 40, 40),
            "white": (240, 240, 240)}  # fmt: skip

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from murmuration.data.index.shard_index import build
-from murmuration.train.commands.init import main
+from murmuration.launch.init import main
 from murmuration.train.commands.train import main as train
 from murmuration.train.config.comments import parse_with_comments
 from murmuration.train.config.data import CheckpointData

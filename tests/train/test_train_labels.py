@@ -20,13 +20,13 @@ from murmuration.data.decode.augment import ResizeCrop
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.shard_index import ShardIndex
+from murmuration.launch.init import main as init
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import trainable_shapes
 from murmuration.train.commands.dry_run import as_text, meaning
-from murmuration.train.commands.init import main as init
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError

@@ -21,15 +21,15 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.index.folders import FolderIndex, build_folder
+from murmuration.evaluation.models.subject import Subject
+from murmuration.evaluation.models.weights import Sizes, open_model
+from murmuration.evaluation.session.features import Computing
+from murmuration.evaluation.session.session import Chosen, Session
 from murmuration.model.build import build
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
-from murmuration.train.evaluate.features import Computing
-from murmuration.train.evaluate.session import Chosen, Session
-from murmuration.train.evaluate.subject import Subject
-from murmuration.train.evaluate.weights import Sizes, open_model
 from murmuration.train.recipe.pixels import IMAGENET, NAMED, as_json, metadata, of_weights
 from murmuration.train.recipe.ready_phase import prepare
 from murmuration.train.run.report_pictures import pixels
@@ -72,7 +72,7 @@ def test_a_toy_vit_of_timm_gives_timms_own_logits_through_the_commands_reader(
     def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         return model.model.logits(inputs["images"]).tolist()  # pyright: ignore
 
-    chosen = Chosen.of(photos, None, 0)
+    chosen = Chosen.of(photos)
     found = session.answers(session.result("photos", {}, {"test": chosen}), chosen, session.spec(), act)
     assert len(found) == 8
     transform: Any = create_transform(**told)

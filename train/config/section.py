@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from murmuration.accounting.errors import RunError
-from murmuration.evaluation.shares import TOP_1
+from murmuration.train.measures.shares import TOP_1
 
 # A fault in a phase, found before or during its setup.
 

@@ -15,12 +15,12 @@ from markupsafe import Markup
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.template import markdown_page
 from murmuration.accounting.unit import noun_of
-from murmuration.evaluation.shares import TITLES
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.train.export.errors import ExportError
 from murmuration.train.export.finished import Finished
 from murmuration.train.export.forms import Loading
+from murmuration.train.measures.shares import TITLES
 from murmuration.train.recipe.held_out import LOSS, SIGNAL
 
 NAME = "README.md"

@@ -31,17 +31,16 @@ def rates_of(
     inner: Any = given.func if isinstance(given, partial) else given
     if isinstance(inner, type) and issubclass(inner, LRScheduler):
         return _of_scheduler(given, inner, 1.0 if own is None else own, steps)
-    function: Any = given
-    if callable(function):
+    if not (given is None or isinstance(given, float | int)):
+        function: Any = given
         return lambda step: _sound(function(step), step)
-    rate: Any = own if given is None else given
+    rate = own if given is None else float(given)
     if rate is None:
         raise UnfitOptimizerError(
             "murmuration.Optimizer has no learning rate of its own; give schedule= a number, a function of the step, a "
             "murmuration.Schedule or a torch.optim.lr_scheduler"
         )
-    constant = float(rate)  # pyright: ignore[reportArgumentType]
-    return lambda step: _sound(constant, step)
+    return lambda step: _sound(rate, step)
 
 
 def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:

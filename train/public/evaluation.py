@@ -15,18 +15,18 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET, BatchReader, iterate
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.text.encoder import TextEncoder
-from murmuration.evaluation.average_precision import mean_average_precision
-from murmuration.evaluation.ranking import Tally
-from murmuration.evaluation.shares import MEAN_PRECISION, shares
-from murmuration.evaluation.text import CaptionModel
-from murmuration.evaluation.zero_shot import class_scores, zero_shot
 from murmuration.model.build import build
+from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import classification_loss
 from murmuration.model.trainable import select
 from murmuration.train.clip.engine import ClipEngine, Precision, autocast, clipped_totals
 from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
+from murmuration.train.measures.average_precision import mean_average_precision
+from murmuration.train.measures.ranking import Tally
+from murmuration.train.measures.shares import MEAN_PRECISION, shares
+from murmuration.train.measures.zero_shot import class_scores, zero_shot
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
 from murmuration.train.recipe.held_out import LOSS, SIGNAL
 from murmuration.train.recipe.ready_phase import ReadyPhase
@@ -163,12 +163,12 @@ class PublicEvaluator:
         return found if precision is None else found | {MEAN_PRECISION: precision}
 
     def _zero_shot(self, settings: ZeroShot) -> dict[str, float]:
-        model = cast(CaptionModel, whole_model(self.phase, self.engine))
+        model = cast(Captioner, whole_model(self.phase, self.engine))
         text = self.phase.text
         assert text is not None
         return self._by_class(model, settings, text) if self.held.classes else self._by_axis(model, settings, text)
 
-    def _by_class(self, model: CaptionModel, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
+    def _by_class(self, model: Captioner, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
         tally = Tally(self.held.classes)
         templates = (f"{settings.prompt} {{}}",)
         for batch in self._batches(self.held.ids):
@@ -177,7 +177,7 @@ class PublicEvaluator:
                 self._count(tally, batch, -class_scores(model, images, self.held.class_names, templates, text))
         return self._shares(tally)
 
-    def _by_axis(self, model: CaptionModel, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
+    def _by_axis(self, model: Captioner, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
         """Share of right answers per axis."""
         axes = self.held.axes
         right = dict.fromkeys(axes, 0)

@@ -19,11 +19,17 @@ from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.text.encoder import TextEncoder
-from murmuration.evaluation.class_names import ClassNames, ClassNamesError, read_class_names, require_room, tokens_of
-from murmuration.evaluation.shares import MEAN_PRECISION, share_names
 from murmuration.model.settings import Shape
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
 from murmuration.train.config.section import RecipeError
+from murmuration.train.measures.class_names import (
+    ClassNames,
+    ClassNamesError,
+    read_class_names,
+    require_room,
+    tokens_of,
+)
+from murmuration.train.measures.shares import MEAN_PRECISION, share_names
 from murmuration.train.recipe.labels import FOLDERS
 
 LOSS, SIGNAL = "public_loss", "update_snr"

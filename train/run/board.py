@@ -23,8 +23,8 @@ from typing import Any
 from PIL import Image
 
 from murmuration.accounting.escaping import printable, printable_lines
-from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.phase import Phase
+from murmuration.train.measures.shares import TITLES
 from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir, end_line, measurements, open_private

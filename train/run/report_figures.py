@@ -7,8 +7,8 @@ from itertools import cycle
 from typing import Any
 
 from murmuration.accounting.escaping import printable
-from murmuration.evaluation.shares import TITLES
 from murmuration.train.config.phase import Phase
+from murmuration.train.measures.shares import TITLES
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
 COLUMNS = 3

@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from murmuration.data.batch.reader import TARGET, BatchReader, DataSpec
-from murmuration.evaluation.captions import greedy_captions
 from murmuration.model.build import build
 from murmuration.model.captioner import Captioner
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.trainable import select
 from murmuration.train.config.section import RecipeError
+from murmuration.train.measures.captions import greedy_captions
 from murmuration.train.recipe.held_out import HeldOut
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.storage.checkpoint import Loaded

@@ -1,0 +1,186 @@
+"""Objects with their outlines: trains torchvision's Mask R-CNN on the encoder, and scores it as COCO does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from murmuration.accounting.durable import atomic
+from murmuration.contrib.dense import training as dense
+from murmuration.contrib.dense.coco_objects import Instance, Objects, annotations_beside, read_objects
+from murmuration.contrib.dense.detection import IouType, average_precision, found_by, mask_rcnn
+from murmuration.contrib.dense.pyramid import Backbone
+from murmuration.contrib.dense.training import DenseSettings
+from murmuration.data.decode.decode import BadRecord, parsing
+from murmuration.data.store.place import RecordIndex
+from murmuration.evaluation.errors import EvaluationError
+from murmuration.evaluation.session.result import Outcome, Result
+from murmuration.evaluation.session.session import Chosen, Session, Work
+from murmuration.train.storage.checkpoint_read import hash_of
+
+DETECTIONS = "detections.json"
+SMALLEST = 1.0
+"""Pixels of a side; thinner boxes are not learnt, since torchvision refuses empty ones."""
+KINDS: dict[str, IouType] = {"box": "bbox", "mask": "segm"}
+
+
+class PicturedObjects(dense.WholePictures):
+    """Pictures [3, H, W] from 0 to 1 with their objects, of which half are mirrored in training."""
+
+    def __init__(self, index: RecordIndex, seed: int, objects: Objects) -> None:
+        super().__init__(index, seed)
+        self.objects = objects
+
+    def made(self, pixels: np.ndarray, record: int, draws: np.random.Generator | None) -> Any:
+        known = self.objects.pictures[record]
+        height, width = pixels.shape[:2]
+        if (width, height) != (known.width, known.height):
+            raise BadRecord(f"it has {width} × {height} pixels, and its annotation says {known.width} × {known.height}")
+        image = torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
+        if draws is None:
+            return image
+        target = _target(list(filter(_is_learnt, known.objects)), height, width)
+        return _mirrored(image, target) if draws.random() < 0.5 else (image, target)
+
+
+def _target(objects: list[Instance], height: int, width: int) -> dict[str, Tensor]:
+    from pycocotools import mask
+
+    shapes = np.zeros((len(objects), height, width), dtype=np.uint8)
+    with parsing("an outline cannot be drawn"):
+        for number, each in enumerate(objects):
+            code = each.shape
+            if isinstance(code, list):
+                code = mask.merge(mask.frPyObjects(code, height, width))
+            elif isinstance(code["counts"], list):
+                code = mask.frPyObjects(code, height, width)
+            shapes[number] = mask.decode(code)
+    boxes = torch.tensor([each.box for each in objects], dtype=torch.float32).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    return {
+        "boxes": boxes, "labels": torch.tensor([each.category + 1 for each in objects], dtype=torch.int64),
+        "masks": torch.from_numpy(shapes),
+    }  # fmt: skip
+
+
+def _mirrored(image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    boxes = target["boxes"].clone()
+    boxes[:, [0, 2]] = image.shape[2] - boxes[:, [2, 0]]
+    return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
+
+
+def run(session: Session, work: Work) -> Outcome:
+    settings = DenseSettings.of(work.arguments)
+    train, test = (Chosen.of(work.records[name]) for name in ("train", "test"))
+    if find_spec("pycocotools") is None:
+        raise EvaluationError("detect needs pycocotools; install it: pip install 'murmuration[detect]'")
+    backbone = dense.backbone_of(session, settings)
+    train, learnt, learnt_from = _annotated(train, work.arguments.objects, "--objects", "--data")
+    test, true, scored_by = _annotated(test, work.arguments.test_objects, "--test-objects", "--test")
+    train = _teaching(train, learnt, learnt_from)
+    if learnt.categories != true.categories:
+        raise EvaluationError(
+            f"{learnt_from} and {scored_by} list other categories; name files of one set with --objects and "
+            "--test-objects"
+        )
+    side, classes = session.model.shape.image_size, len(learnt.categories)
+    told = asdict(settings) | {
+        "side": side, "categories": classes, "objects_sha256": hash_of(learnt_from),
+        "test_objects_sha256": hash_of(scored_by),
+    }  # fmt: skip
+    result = session.result("detect", told, {"train": train, "test": test})
+    dense.seen_whole(result)
+    model = mask_rcnn(backbone, classes, side, session.model.pixels).to(session.computing.device)
+    _train(session, model, backbone, train, learnt, settings, told)
+    found, places = _found(session, result, model, test, true, told)
+    truth = true.as_truth(places)
+    if not truth["annotations"]:
+        raise EvaluationError(f"no picture that can be read has an object in {scored_by}; name others")
+    _write(found, test, true, session.out / DETECTIONS)
+    result.notes.append(
+        f"Pictures are scaled so that the longer side has {side} pixels (--image-size for another). Intervals come "
+        "from drawing the pictures again with replacement."
+    )
+    return Outcome(result, table=_scored(result, truth, found, true.categories), table_title="By category")
+
+
+def _train(
+    session: Session, model: nn.Module, backbone: Backbone, part: Chosen, objects: Objects, settings: DenseSettings,
+    told: object,
+) -> None:  # fmt: skip
+    device = session.computing.device
+
+    def loss_of(items: Sequence[Any]) -> Tensor:
+        images = [image.to(device) for image, _ in items]
+        targets = [{name: tensor.to(device) for name, tensor in target.items()} for _, target in items]
+        return torch.stack(list(model(images, targets).values())).sum()
+
+    identity = dense.identity_of(session, part, told)
+    pictures = PicturedObjects(part.index, settings.seed, objects)
+    dense.train(session, model, backbone, loss_of, part, pictures, settings, identity)
+
+
+def _found(
+    session: Session, result: Result, model: nn.Module, part: Chosen, objects: Objects, told: object
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """What was found, and in which pictures something could be."""
+    device = session.computing.device
+    pictures = PicturedObjects(part.index, 0, objects)
+    identity = dense.identity_of(session, part, told)
+    answers = dense.answers(
+        session, result, model, part, pictures, lambda image: found_by(model, image.to(device)), identity
+    )
+    found = [{"image_id": record, **each} for record, listed in answers for each in listed]
+    return found, [record for record, _ in answers]
+
+
+def _scored(
+    result: Result, truth: dict[str, Any], found: list[dict[str, Any]], names: Sequence[str]
+) -> list[list[str]]:
+    by_kind = {title: average_precision(truth, found, kind) for title, kind in KINDS.items()}
+    for title, measured in by_kind.items():
+        result.add(f"{title} AP", measured.mean)
+        result.add(f"{title} AP50", measured.loose)
+        result.add(f"{title} AP75", measured.strict)
+    numbers = by_kind["box"].by_category
+    rows = [[names[each], *(f"{by_kind[kind].by_category[each]:.4f}" for kind in KINDS)] for each in numbers]
+    return [["category", *(f"{title} AP" for title in KINDS)], *rows]
+
+
+def _annotated(part: Chosen, given: Path | None, option: str, where: str) -> tuple[Chosen, Objects, Path]:
+    """The pictures that the annotations list, in the order of the files."""
+    files = dense.names_of(part, where)
+    folder = part.index.root  # pyright: ignore[reportAttributeAccessIssue]
+    path = given or annotations_beside(Path(folder))
+    objects = read_objects(path, files, option)
+    # Places among the files are numbers of records, since all of an index is named.
+    return Chosen(part.index, np.array(sorted(objects.pictures))), objects, path
+
+
+def _teaching(part: Chosen, objects: Objects, path: Path) -> Chosen:
+    """The pictures that have an object to learn from."""
+    ids = [int(record) for record in part.ids if any(map(_is_learnt, objects.pictures[int(record)].objects))]
+    if len(ids) < 2:
+        raise EvaluationError(f"{path} has fewer than two pictures with objects to learn from; name more")
+    return Chosen(part.index, np.array(ids))
+
+
+def _is_learnt(each: Instance) -> bool:
+    return not each.crowd and min(each.box[2:]) >= SMALLEST
+
+
+def _write(found: list[dict[str, Any]], test: Chosen, objects: Objects, path: Path) -> None:
+    listed = [
+        {"file_name": test.name(each["image_id"]), "category": objects.categories[each["category_id"]], **each}
+        for each in found
+    ]
+    with atomic(path) as file:
+        file.write(json.dumps(listed).encode())
