@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from murmuration.accounting import make_plan
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.train.config.root import Config
-from murmuration.train.recipe import ready_phase as recipe
 from murmuration.train.recipe.ready_phase import RecipeError, plan_of_phase, planned_epsilon, prepare
 from tests.support.config_base import Change, drop, put
 from tests.support.texture_samples import texture_samples
@@ -73,7 +73,7 @@ def test_data_that_do_not_fit_are_refused(real: Callable[..., Config], changes: 
 def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed(
     loaded: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe, "calibrate_sigma", lambda *_, **__: 7.5)
+    monkeypatch.setattr(make_plan, "calibrate_sigma", lambda *_, **__: 7.5)
     phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
     assert phase.privacy is not None
     first = plan_of_phase(phase, phase.privacy, 40, "phases.1")

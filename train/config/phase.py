@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from murmuration.accounting.plan import PlanError, require_together
 from murmuration.data.decode.augment import AREAS, ResizeCrop, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Schedule
@@ -316,7 +318,15 @@ class Phase(Section):
         complaint = complaint or self._of_objective()
         if complaint is not None:
             raise ValueError(f"phase {self.name!r} {complaint}")
+        self.require_together()
         return self
+
+    def require_together(self, more: Collection[str] = ()) -> None:
+        """Refuses what does not go together, in the words of plan and library. `more`: what the run asks for."""
+        try:
+            require_together(self.mechanisms | set(more))
+        except PlanError as error:
+            raise ValueError(f"phase {self.name!r}: {error}") from None
 
     def _of_training(self) -> str | None:
         if (complaint := self._of_steps_and_batch()) is not None:

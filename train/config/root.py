@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from murmuration.accounting.plan import PlanError, require_together
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
@@ -234,10 +233,7 @@ class Config(Section):
         of_run = {"exact"} if self.run.noise == "exact" else set[str]()
         of_run |= {"keep_key"} if self.run.keep_key else set()
         for phase in self.phases:
-            try:
-                require_together(phase.mechanisms | of_run)
-            except PlanError as error:
-                raise ValueError(f"phase {phase.name!r}: {error}") from None
+            phase.require_together(of_run)
         return self
 
     @model_validator(mode="after")
