@@ -13,16 +13,18 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import PublicUse
+from murmuration.train.config.section import RecipeError
 from murmuration.train.engines.base import digests_of
-from murmuration.train.recipe.warm_start import EXPORTED, WarmStart, WarmStartError
-from murmuration.train.storage.checkpoint import Checkpoints
-from murmuration.train.storage.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from murmuration.train.recipe.warm_start import WarmStart
 
 SEEDS = (1, 2)
 
@@ -35,9 +37,7 @@ class Public:
 
     def __post_init__(self) -> None:
         if not self.why.strip() or not self.why.isprintable():
-            raise WarmStartError(
-                'start=Public("…") needs a reason that can be printed, such as where they were published'
-            )
+            raise RecipeError('start=Public("…") needs a reason that can be printed, such as where they were published')
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Started:
         """On the main rank. `records`: the digest of the records that the phase protects."""
         if self.weights is not None:
             if records in self.weights.protected:
-                raise WarmStartError(
+                raise RecipeError(
                     f"{self.weights.path} was trained on the very records of this run, and what it spent would have to "
                     "be added; continue that run, or start from other weights"
                 )
             if records in self.weights.without_noise or self.weights.undeclared is not None:
-                raise WarmStartError(
+                raise RecipeError(
                     f"{self.weights.path} used records without noise ({self.weights.undeclared or 'these very ones'}); "
                     "start from other weights"
                 )
@@ -75,6 +75,8 @@ def started(model: nn.Module | Callable[[], nn.Module], start: str | Path | Publ
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
     if start is not None:
+        from murmuration.train.recipe.warm_start import WarmStart  # with all models of ours
+
         weights = WarmStart.at(Path(start))
         _fill(made, weights)
         return Started(made, weights, use="unknown-weights" if weights.foreign else None)
@@ -85,7 +87,7 @@ def started(model: nn.Module | Callable[[], nn.Module], start: str | Path | Publ
 def _made(make: Callable[[], nn.Module]) -> nn.Module:
     found = make()
     if not isinstance(found, nn.Module):
-        raise WarmStartError(f"model= must be a module or a function that makes one, but made a {type(found).__name__}")
+        raise RecipeError(f"model= must be a module or a function that makes one, but made a {type(found).__name__}")
     return found
 
 
@@ -107,6 +109,10 @@ def _same_under_other_seeds(make: Callable[[], nn.Module], made: nn.Module) -> l
 
 def _fill(model: nn.Module, weights: WarmStart) -> None:
     """Takes the tensors by name; all that the model has of the same shape, and at least one."""
+    from murmuration.train.recipe.warm_start import EXPORTED
+    from murmuration.train.storage.checkpoint import Checkpoints
+    from murmuration.train.storage.run_dir import RunDir
+
     if (file := weights.path / EXPORTED if weights.path.is_dir() else weights.path).is_file():
         from safetensors.torch import load_file
 
@@ -114,14 +120,12 @@ def _fill(model: nn.Module, weights: WarmStart) -> None:
     else:
         loaded = Checkpoints.newest(RunDir(weights.path).checkpoints)
         if loaded is None:
-            raise WarmStartError(f"{weights.path} has no finished checkpoint; name a run that has one")
+            raise RecipeError(f"{weights.path} has no finished checkpoint; name a run that has one")
         state = loaded.weights()
     own = model.state_dict()
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     if not fitting:
-        raise WarmStartError(
-            f"{weights.path} has no tensor of a name and shape of the model's; start from other weights"
-        )
+        raise RecipeError(f"{weights.path} has no tensor of a name and shape of the model's; start from other weights")
     model.load_state_dict(fitting, strict=False)
 
 

@@ -24,9 +24,6 @@ from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.accounting.unit import RECORD
-from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.public_split import whole_of
-from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.storage.run_dir import whole_lines
 
@@ -48,6 +45,10 @@ class RunLog:
 
     @staticmethod
     def of(index: RecordIndex, registry: str | None = None) -> RunLog:
+        from murmuration.data.index.folders import FolderIndex
+        from murmuration.data.index.public_split import whole_of
+        from murmuration.data.index.shard_index import ShardIndex  # none of which a library run has
+
         whole = whole_of(index)
         files = []
         if isinstance(whole, ShardIndex | FolderIndex):
@@ -251,10 +252,12 @@ def _is_epsilon(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _folders_of(index: ShardIndex | FolderIndex) -> list[Path]:
+def _folders_of(index: RecordIndex) -> list[Path]:
     """Folders where any other index of some of the same shards also looks, whatever else it contains: each folder of
     shards, and the one that contains them all. An index of single files has only the latter."""
-    root = index.root
+    from murmuration.data.index.shard_index import ShardIndex
+
+    root = getattr(index, "root", None)
     if not isinstance(root, Path):
         return []
     inner = {(root / shard.name).parent for shard in index.shards} if isinstance(index, ShardIndex) else set()
