@@ -25,6 +25,8 @@ from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.run_dir import RunDir
 
 SEEDS = (1, 2)
+INNER = "inner."
+"""Before the names of a module's tensors, in the checkpoints of a run whose loss is a function beside it."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,17 @@ class Started:
 
 
 def started(model: nn.Module | Callable[[], nn.Module], start: str | Path | Public | None) -> Started:
+    if not callable(model):
+        raise WarmStartError(f"model= must be a module or a function that makes one, but is a {type(model).__name__}")
     made = model if isinstance(model, nn.Module) else _made(model)
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
-    if start is not None:
-        weights = WarmStart.at(Path(start))
-        _fill(made, weights)
-        return Started(made, weights, use="unknown-weights" if weights.foreign else None)
-    known = not isinstance(model, nn.Module) and not _same_under_other_seeds(model, made)
-    return Started(made, use=None if known else "unknown-weights")
+    unknown = set(made.state_dict() if isinstance(model, nn.Module) else _same_under_other_seeds(model, made))
+    weights = None if start is None else WarmStart.at(Path(start))
+    if weights is not None:
+        unknown -= _fill(made, weights)
+    foreign = bool(unknown) or (weights is not None and weights.foreign)
+    return Started(made, weights, use="unknown-weights" if foreign else None)
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:
@@ -105,8 +109,8 @@ def _same_under_other_seeds(make: Callable[[], nn.Module], made: nn.Module) -> l
     ]
 
 
-def _fill(model: nn.Module, weights: WarmStart) -> None:
-    """Takes the tensors by name; all that the model has of the same shape, and at least one."""
+def _fill(model: nn.Module, weights: WarmStart) -> set[str]:
+    """Takes the tensors by name; all that the model has of the same shape, and at least one. Returns their names."""
     if (file := weights.path / EXPORTED if weights.path.is_dir() else weights.path).is_file():
         from safetensors.torch import load_file
 
@@ -117,12 +121,14 @@ def _fill(model: nn.Module, weights: WarmStart) -> None:
             raise WarmStartError(f"{weights.path} has no finished checkpoint; name a run that has one")
         state = loaded.weights()
     own = model.state_dict()
+    state = {name if name in own else name.removeprefix(INNER): tensor for name, tensor in state.items()}
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     if not fitting:
         raise WarmStartError(
             f"{weights.path} has no tensor of a name and shape of the model's; start from other weights"
         )
     model.load_state_dict(fitting, strict=False)
+    return set(fitting)
 
 
 def _digest(state: Mapping[str, Tensor], why: str) -> str:
