@@ -122,15 +122,13 @@ def _same_under_other_seeds(make: Callable[[], nn.Module], made: nn.Module) -> l
         or (torch.equal(first[name], second[name]) and bool((tensor != tensor.flatten()[:1]).any()))
     ]
 
-    unknown = set(made.state_dict() if isinstance(model, nn.Module) else _same_under_other_seeds(model, made))
-    weights = None
-    if start is not None:
-        from murmuration.train.recipe.warm_start import WarmStart  # with all models of ours
 
-        weights = WarmStart.at(Path(start))
-        unknown -= _fill(made, weights)
-    foreign = bool(unknown) or (weights is not None and weights.foreign)
-    return Started(made, weights, use="unknown-weights" if foreign else None)
+def _fill(model: nn.Module, weights: WarmStart) -> set[str]:
+    """Takes the tensors by name; all that the model has of the same shape, and at least one. Returns their names."""
+    from murmuration.train.recipe.warm_start import EXPORTED
+    from murmuration.train.storage.checkpoint import Checkpoints
+    from murmuration.train.storage.run_dir import RunDir
+
     if (file := weights.path / EXPORTED if weights.path.is_dir() else weights.path).is_file():
         from safetensors.torch import load_file
 
