@@ -344,7 +344,8 @@ class PrivateTraining:
         self._modes = modes_of(self._model)
         keys = self._run.derive(PHASE, segment, self.done)
         self._phase = PrivatePhase(
-            self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine_settings, settings.computation, begun_after=segment.from_step,
+            self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine_settings, settings.computation,
+            begun_after=segment.from_step,
             keeps_before=privacy.loss_probes is not None,
         )  # fmt: skip
         self._unit_key = keys("augmentation") if self._table is not None else b""
