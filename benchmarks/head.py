@@ -79,15 +79,18 @@ def trained(model: Any, seed: int, epsilon: float, batch: float, steps: int, rat
         }
 
     with tempfile.TemporaryDirectory() as folder, murmuration.PrivateTraining(
-        model, lambda numbers: {"features": features[numbers], "labels": labels[numbers]}, synthetic=synthetic,
-        records=RECORDS, dataset=f"overlapping classes {seed}", run_dir=folder, expected_batch=batch, steps=steps,
-        epsilon=epsilon, optimizer=DESCENT, micro_batch=MICRO_BATCH,
+        model, lambda numbers: {"features": features[numbers], "labels": labels[numbers]},
+        murmuration.Settings(
+            privacy=murmuration.Privacy(epsilon=epsilon, expected_batch=batch), steps=steps,
+            dataset=f"overlapping classes {seed}", run_dir=folder, micro_batch=MICRO_BATCH,
+        ),
+        synthetic=synthetic, records=RECORDS, optimizer=DESCENT, schedule=rate,
     ) as training:  # fmt: skip
         if isinstance(model.head, StatisticsHead):
             model.head.settle(training.plan.noise_std / training.plan.divisor)
         training.prove()
         for step in training.steps():
-            training.step(step, rate)
+            training.step(step)
         assert training.finish().epsilon <= epsilon
     return right(model.head, seed)
 

@@ -108,7 +108,11 @@ DEVIATIONS = [
 
 @dataclass(frozen=True)
 class Units:
-    """The unit that is protected, where that is not a record: all records for which `of` has the same value."""
+    """The unit that is protected, where that is not a record: all records for which `of` has the same value.
+
+    >>> Units("patient", of=["anna", "ben", "anna"], rows=2)
+    Units(by='patient', rows=2, reduce='mean')
+    """
 
     by: str
     """What they have in common, in a word: "patient"."""
@@ -121,7 +125,15 @@ class Units:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training is asked for, and how and where it runs. `privacy` has the same keys as in a config."""
+    """What a training is asked for, and how and where it runs. `privacy` has the same keys as in a config.
+
+    >>> four = Privacy(epsilon=4, expected_batch=200)
+    >>> Settings(four, dataset="faces, version 1", run_dir="runs/faces", epochs=3).engine
+    'local'
+    >>> Settings(four, dataset="faces, version 1", run_dir="runs/faces")
+    Traceback (most recent call last):
+    murmuration.accounting.plan.PlanError: give either steps or epochs
+    """
 
     privacy: Privacy
     dataset: str

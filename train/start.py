@@ -34,7 +34,11 @@ INNER = "inner."
 
 @dataclass(frozen=True)
 class Public:
-    """Initial weights that nobody's privacy depends on, and why; the certificate repeats it."""
+    """Initial weights that nobody's privacy depends on, and why; the certificate repeats it.
+
+    >>> Public("DINOv2, published with arXiv 2304.07193")
+    Public(why='DINOv2, published with arXiv 2304.07193')
+    """
 
     why: str
 

@@ -41,7 +41,11 @@ def as_read(data: Any, records: int | None, views: int = 1) -> tuple[Read, int]:
 
 
 def as_inputs(item: Any) -> dict[str, Tensor]:
-    """One item as the model's inputs, with one row: a dict keeps its names, a tuple's are its places."""
+    """One item as the model's inputs, with one row: a dict keeps its names, a tuple's are its places.
+
+    >>> as_inputs(([1.5, 2.0], 7))
+    {'0': tensor([[1.5000, 2.0000]]), '1': tensor([7])}
+    """
     if isinstance(item, Mapping):
         named = {str(name): value for name, value in item.items()}
     elif isinstance(item, tuple | list):

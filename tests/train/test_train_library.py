@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import json
 import math
 import warnings
@@ -39,8 +40,12 @@ from murmuration.accounting.errors import InputError, RunError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import Event, PlanError
+from murmuration.data.batch import dataset
 from murmuration.data.batch.function_reader import ReadFailsError
+from murmuration.train import library
+from murmuration.train import start as start_of
 from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.optim import rates
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import TorchOptimizer, UnfitOptimizerError
 from murmuration.train.recipe.warm_start import WarmStartError
@@ -48,8 +53,6 @@ from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import DataBudgetError, RunLog
 from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
-
-Weights = dict[str, Tensor]
 
 
 def random_net() -> nn.Module:
@@ -449,18 +452,18 @@ def Named_row(number: int) -> dict[str, Tensor]:
 
 
 def test_a_dataset_is_asked_once_for_each_view(tmp_path: Path) -> None:
-    class Shaken(Named):
-        asked: list[int] = []
+    asked: list[int] = []
 
+    class Shaken(Named):
         def __getitem__(self, at: int) -> dict[str, Tensor]:
-            self.asked.append(at)
-            return {"x": X[at] + len(self.asked), "y": Y[at]}
+            asked.append(at)
+            return {"x": X[at] + len(asked), "y": Y[at]}
 
     with training(tmp_path, reader=Shaken(), records=None, synthetic=None, example={"x": X[0], "y": Y[0]}, views=3,
                   expected_batch=RECORDS) as found:  # fmt: skip
         found.prove()
         fetched = found._reader.fetch(np.array([4]), 1)
-    assert Shaken.asked.count(4) >= 3
+    assert asked.count(4) >= 3
     assert len(set(fetched.batch.inputs["x"][:, 0].tolist())) == 3, "three views of it"
 
 
@@ -742,6 +745,12 @@ def test_epochs_and_every_record_are_counted_in_records_or_units(tmp_path: Path)
     units = Units("patient", [number // 6 for number in range(RECORDS)], rows=6)
     with own(tmp_path / "c", steps=None, epochs=3, expected_batch=5, units=units) as found:
         assert (found.plan.records, found.plan.steps) == (10, 6)
+
+
+@pytest.mark.parametrize("module", [library, start_of, rates, dataset], ids=lambda module: module.__name__)
+def test_the_examples_of_the_docstrings_hold(module: Any) -> None:
+    failed, tried = doctest.testmod(module)
+    assert not failed and tried
 
 
 def test_everything_that_a_program_needs_has_one_name() -> None:

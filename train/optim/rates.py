@@ -24,7 +24,12 @@ MakeScheduler = type[LRScheduler] | partial[Any]
 def rates_of(
     given: float | Schedule | Rates | MakeScheduler | None, optimizer: Optimizer | MakeOptimizer, steps: int
 ) -> Rates:  # fmt: skip
-    """None: the rate that a torch.optim optimizer was made with."""
+    """None: the rate that a torch.optim optimizer was made with.
+
+    >>> rates = rates_of(partial(torch.optim.lr_scheduler.LinearLR, total_iters=2), partial(torch.optim.SGD, lr=3.0), 9)
+    >>> [round(rates(step), 6) for step in (1, 2, 3, 9)]
+    [1.0, 2.0, 3.0, 3.0]
+    """
     own = None if isinstance(optimizer, Optimizer) else learning_rate_of(optimizer)
     if isinstance(given, Schedule):
         if given.warmup_epochs is not None:

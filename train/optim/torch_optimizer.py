@@ -79,29 +79,34 @@ class TorchOptimizer(FlatOptimizer):
 
 def learning_rate_of(make: MakeOptimizer) -> float:
     """The rate that the optimizer was made with."""
-    return float(make([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]["lr"])
+    return float(_after_a_step(make)[0].param_groups[0]["lr"])
 
 
 def described(make: MakeOptimizer) -> str:
     """Its class and settings, in words."""
-    inner = make([nn.Parameter(torch.zeros(2, 2))])
+    inner, _ = _after_a_step(make)
     return f"{type(inner).__qualname__} {sorted((name, repr(value)) for name, value in inner.defaults.items())}"
 
 
-def _tried(make: MakeOptimizer) -> tuple[type, tuple[str, ...], frozenset[str]]:
-    """Makes one step on a parameter of no account; returns the class, the names of its state, and which of these are
-    numbers."""
+def _after_a_step(make: MakeOptimizer) -> tuple[optim.Optimizer, nn.Parameter]:
+    """Makes one step on a parameter of no account."""
     weights = nn.Parameter(torch.zeros(2, 2))
     weights.grad = torch.ones(2, 2)
     try:
         inner = make([weights])
         inner.step()
+        return inner, weights
     except Exception as error:
         raise UnfitOptimizerError(
             "optimizer= is called with a list of parameters and must return a torch.optim optimizer whose step() needs "
             f"no closure, but failed ({type(error).__name__}: {error}); give a class such as torch.optim.AdamW, or "
             "functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)"
         ) from None
+
+
+def _tried(make: MakeOptimizer) -> tuple[type, tuple[str, ...], frozenset[str]]:
+    """Its class, the names of its state, and which of these are numbers."""
+    inner, weights = _after_a_step(make)
     state = {key: value for key, value in inner.state[weights].items() if key != "step" and value is not None}
     odd = [key for key, value in state.items() if not isinstance(value, Tensor | float | int)]
     odd += [key for key, value in state.items() if isinstance(value, Tensor) and value.dim() and value.shape != (2, 2)]
