@@ -357,8 +357,7 @@ class PrivateTraining:
         keys = self._run.derive(PHASE, segment, self.done)
         self._phase = PrivatePhase(
             self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine_settings, settings.computation,
-            begun_after=segment.from_step,
-            keeps_before=privacy.loss_probes is not None,
+            begun_after=segment.from_step, keeps_before=privacy.loss_probes is not None,
         )  # fmt: skip
         self._unit_key = keys("augmentation") if self._table is not None else b""
         self.ranks.on_main(lambda: self._run.remember(self._order))
