@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -96,9 +97,10 @@ class FunctionReader:
         """Before anything is charged: refuses a function that fails for every one of a few records (or units), spread
         over all. Nothing is said of a single one."""
         tried = np.unique(np.linspace(0, records - 1, FIRST).astype(np.int64))
-        found = self.fetch(tried, 0)
+        slots = replace(self._slots, key=bytes(32))  # which records of a unit is no secret, and no step's key is used
+        found = FunctionReader(self._read, self._empty, slots).fetch(tried, 0)
         if len(tried) > 1 and not found.batch.present.any():
-            one = self._slots.records_of(tried[:1], 0)[0, 0]
+            one = slots.records_of(tried[:1], 0)[0, 0]
             raise ReadFailsError(
                 f"read() failed for all of {len(tried)} records that were tried, so it is no single record's fault; "
                 f"call read(np.array([{one}])) to see why: it must return tensors named {sorted(self._empty)} with one "

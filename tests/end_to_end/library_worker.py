@@ -42,7 +42,7 @@ class Whitened(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for each in self.param_groups[0]["params"]:
-            each -= self.param_groups[0]["lr"] * each.grad / each.grad.norm()
+            each -= self.param_groups[0]["lr"] * each.grad / each.grad.norm().clamp(min=1e-12)
 
 
 def trained(folder: Path, stops: tuple[int, ...] = (2, 4), **changes: Any) -> dict[str, list[Any]]:
