@@ -45,10 +45,11 @@ from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.train import library
 from murmuration.train import start as start_of
 from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.config.section import RecipeError
 from murmuration.train.optim import rates
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import TorchOptimizer, UnfitOptimizerError
-from murmuration.train.recipe.warm_start import WarmStartError
+from murmuration.train.self_test.self_test import SelfTestError
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import DataBudgetError, RunLog
@@ -186,7 +187,6 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "Adagrad": partial(optim.Adagrad, lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1),
     "Adadelta": partial(optim.Adadelta, lr=1.0),
     "Adamax": partial(optim.Adamax, lr=0.01),
-    "ASGD": partial(optim.ASGD, lr=0.01, t0=2),
     "Rprop": partial(optim.Rprop, lr=0.01),
 }
 
@@ -259,6 +259,15 @@ def test_an_optimizer_that_looks_at_whole_parameters_sees_them_on_one_process(tm
         found.step(1)
         for name, after in found.weights().items():
             assert float((after - before[name]).norm()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_an_optimizer_that_moves_at_another_rate_than_it_is_given_is_refused(tmp_path: Path) -> None:
+    """ASGD moves at the rate of the step before."""
+    with (
+        training(tmp_path, optimizer=partial(optim.ASGD, lr=0.01)) as found,
+        pytest.raises(SelfTestError, match="the optimizer moves at learning rate 0"),
+    ):
+        found.prove()
 
 
 class Grouped(optim.SGD):
@@ -469,7 +478,7 @@ def test_a_dataset_is_asked_once_for_each_view(tmp_path: Path) -> None:
 
 def test_released_numbers_are_shown_and_a_probed_rate_moves_and_goes_on(tmp_path: Path) -> None:
     changes: dict[str, Any] = dict(
-        loss_probes=LossProbes(every=2, bound=1, noise_multiplier=3), debug_seed=SEED, checkpoint_every=3,
+        loss_probes=LossProbes(every=2, bound=1, noise_multiplier=3), debug_seed=SEED, checkpoint_every=3, model=fixed,
         release=[ReleasedMetric(name="loss", bound=2, noise_multiplier=4)],
     )  # fmt: skip
     with own(tmp_path / "whole", **changes) as found:
@@ -554,7 +563,7 @@ def test_a_certificate_says_where_the_weights_come_from(tmp_path: Path, model: A
 
 @pytest.mark.parametrize("why", ["", "  ", "two\nlines", "a \x1b[2K clean line"])
 def test_a_word_that_weights_are_public_needs_a_reason(why: str) -> None:
-    with pytest.raises(WarmStartError, match="needs a reason that can be printed"):
+    with pytest.raises(RecipeError, match="needs a reason that can be printed"):
         Public(why)
 
 
@@ -566,7 +575,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_weights_of_a_run_on_the_same_records_are_refused(tmp_path: Path, earlier: Path) -> None:
-    with pytest.raises(WarmStartError, match="trained on the very records of this run"):
+    with pytest.raises(RecipeError, match="trained on the very records of this run"):
         own(tmp_path, dataset="A", start=earlier)
 
 
@@ -589,8 +598,8 @@ def test_weights_of_a_run_on_other_records_bring_its_promise_along(tmp_path: Pat
     assert "FOREIGN WEIGHTS" not in json.dumps(certificate)
     (origin,) = History.read(tmp_path / "b" / "ledger.jsonl")[0].origins
     assert origin.run == "run" and verify(earlier).epsilon <= origin.epsilon
-    assert "run" in json.dumps(certificate["origins"])
-    with pytest.raises(WarmStartError, match="trained on the very records of this run"):
+    assert origin.deviation(found.plan.unit) in certificate["known_deviations"]
+    with pytest.raises(RecipeError, match="trained on the very records of this run"):
         own(tmp_path / "c", dataset="A", start=tmp_path / "b")
 
 
@@ -651,17 +660,17 @@ def test_the_loop_shows_saves_and_writes_as_the_settings_say(
 
 
 def test_a_loop_that_was_left_goes_on_where_it_saved(tmp_path: Path) -> None:
-    with own(tmp_path, checkpoint_every=2, debug_seed=SEED) as found:
+    with own(tmp_path, fixed, checkpoint_every=2, debug_seed=SEED) as found:
         for step in found:
             if step == 4:
                 break
         assert [step for step in found] == [5, 6], "or in the same program"
         whole = found.weights()
-    with own(tmp_path / "again", checkpoint_every=2, debug_seed=SEED) as found:
+    with own(tmp_path / "again", fixed, checkpoint_every=2, debug_seed=SEED) as found:
         for step in found:
             if step == 2:
                 break
-    with own(tmp_path / "again", checkpoint_every=2, debug_seed=SEED) as found:
+    with own(tmp_path / "again", fixed, checkpoint_every=2, debug_seed=SEED) as found:
         assert list(found) == [3, 4, 5, 6] and list(found) == []
         assert all(torch.equal(tensor, whole[name]) for name, tensor in found.weights().items())
 
@@ -725,7 +734,6 @@ def test_a_measurement_that_writes_into_the_model_ends_the_run(tmp_path: Path) -
         ({"sampling": "allocation", "keep_key": True}, "do not go together"),
         ({"bands": 2, "computation": murmuration.Computation(noise="exact")}, "do not go together"),
         ({"shard_over": 2}, "shard_over = 2: it is for engine"),
-        ({"noise_multiplier": 0.2, "epsilon": 0.1}, "budget"),
     ],
 )  # fmt: skip
 def test_settings_are_refused_in_one_sentence(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -22,8 +22,8 @@ from murmuration.train.optim.base import Add, Flat, FlatOptimizer, Layout, Polic
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """A class of torch.optim, or a function that makes one from a list of parameters."""
 ELEMENTWISE = (
-    optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam,
-    optim.RMSprop, optim.Rprop, optim.SGD,
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Rprop, optim.SGD,
 )  # fmt: skip
 """Those of torch.optim that move each element by its own history."""
 
