@@ -49,6 +49,7 @@ def trained(folder: Path, stops: tuple[int, ...] = (2, 4), **changes: Any) -> di
     """Four steps, closed in between; the weights."""
     asked: dict[str, Any] = dict(
         reader=TensorDataset(X, Y), records=None, synthetic=None, example=(X[0], Y[0]), steps=4, schedule=None,
+        noise_multiplier=1.0,
         loss=lambda model, batch: model({"x": batch[0], "y": batch[1]}),
     )  # fmt: skip
     weights: dict[str, list[Any]] = {}
@@ -92,8 +93,8 @@ def main() -> None:
     }
     apart = {
         engine: ranks.gather(
-            trained(folder / f"{engine}-apart", ranks=ranks, model=seeded(ranks), optimizer=optim.SGD, **settings)
-        )
+            trained(folder / f"{engine}-apart", (4,), ranks=ranks, model=seeded(ranks), optimizer=optim.SGD, **settings)
+        )  # fmt: skip
         for engine, settings in ENGINES.items()
     }
     answer(ranks, {"weights": found, "refused": refused, "apart": apart})

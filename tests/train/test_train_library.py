@@ -232,7 +232,7 @@ def test_weights_move_as_the_optimizer_moves_them_by_the_noised_mean_gradients(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_torch_optimizer_goes_on_bit_by_bit(tmp_path: Path, name: str) -> None:
-    settings = {"optimizer": OPTIMIZERS[name]}
+    settings = {"optimizer": OPTIMIZERS[name], "noise_multiplier": 1.0}
     whole = run(tmp_path / "whole", 5, **settings)
     for steps in (1, 2, 2):
         parts = run(tmp_path / "parts", steps, **settings)
