@@ -94,7 +94,7 @@ def main() -> None:
     apart = {
         engine: ranks.gather(
             trained(folder / f"{engine}-apart", (4,), ranks=ranks, model=seeded(ranks), optimizer=optim.SGD, **settings)
-        )  # fmt: skip
+        )
         for engine, settings in ENGINES.items()
     }
     answer(ranks, {"weights": found, "refused": refused, "apart": apart})
