@@ -36,7 +36,7 @@ from murmuration.accounting.keys import destroy, hkdf, load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.ledger.lines import NAMED, PublicUse
-from murmuration.accounting.make_plan import make_plan
+from murmuration.accounting.make_plan import make_plan, steps_of
 from murmuration.accounting.plan import PlanError, PrivacyPlan, require_together
 from murmuration.accounting.unit import Unit
 from murmuration.data.batch.dataset import as_inputs, as_read
@@ -64,7 +64,7 @@ from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import largest_that_fits
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
-from murmuration.train.start import Public, started
+from murmuration.train.start import INNER, Public, started
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.certify import certify
@@ -83,7 +83,7 @@ NUMBERS = (
     "number, and the run was continued within one: that the program gave each record the same number as before is its "
     "own word (`order`)."
 )
-RESTORED = (
+RESTORED = (  # with a `registry`, what every certificate says is enough
     "This run has no log outside its directory. Its secret file tells how long the ledger is and loses the keys of "
     "each step before the step's weights can be seen, so a ledger or a secret folder that is restored alone is "
     "refused. A whole run directory that is restored in place (secret folder, ledger and checkpoints together) cannot "
@@ -123,7 +123,8 @@ class Settings:
 
     privacy: Privacy
     dataset: str
-    """A name and version of the records: a run is continued with records of the same name alone."""
+    """A name and version of the records. Nothing else tells them from others: it is by this name that a run is
+    continued, and that weights are refused which were trained on the same records."""
     run_dir: str | Path
     steps: int | None = None
     epochs: float | None = None
@@ -177,8 +178,11 @@ class Losses(nn.Module):
         return found if found.dim() else found.reshape(1)
 
 
-INNER = "inner."
 MOST_ON_PROCESSORS = 64
+
+
+def _digest_of_name(dataset: str) -> str:
+    return hashlib.sha256(dataset.encode()).hexdigest()
 
 
 class PrivateTraining:
@@ -225,12 +229,14 @@ class PrivateTraining:
         else:  # a function returns rows, a dataset items
             self._synthetic = SyntheticRecords.like(dict(example) if callable(data) else as_inputs(example), rows)
         self.ranks = ranks or start_ranks(settings.engine, settings.shard_over)
+        self.ranks.require_same("units.of", "" if self._table is None else self._table.digest)
         self._started = begun = started(model, start)
         self.model = begun.model
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
         self._model = self.model if loss is None else Losses(self.model, loss)
-        self._optimizer, batch = optimizer, min(privacy.expected_batch, self._n)
-        steps = settings.steps or math.ceil((settings.epochs or 1) * self._n / batch)
+        self._optimizer = optimizer
+        batch = float(self._n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
+        steps = settings.steps or steps_of(settings.epochs or 1, self._n, batch, privacy.sampling)
         self._rates = rates_of(schedule, optimizer, steps)
         folder = RunDir(Path(settings.run_dir))
         self._run = open_run(
@@ -238,7 +244,7 @@ class PrivateTraining:
             {name: version(name) for name in ("torch", "dp-accounting")}, debug_seed=settings.debug_seed,
             new_segment=settings.new_segment, record_digests=NAMED,
         )  # fmt: skip
-        self._data = hashlib.sha256(json.dumps([settings.dataset, n]).encode()).hexdigest()
+        self._data = _digest_of_name(settings.dataset)
         self._log = RunLog(()) if settings.registry is None else RunLog((Path(settings.registry) / LOG,))
         self.done = self.saved = 0
         self._phase: PrivatePhase | None = None
@@ -246,7 +252,7 @@ class PrivateTraining:
         self._held: Held | None = None
         self._kept = set[int]()
         self._board: Board | None = None
-        self._busy = threading.Lock()
+        self._busy, self._closed = threading.Lock(), False
         try:
             self._loaded = self._run.latest() if self._run.secret is not None else None
             self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declared(steps, batch))
@@ -265,7 +271,10 @@ class PrivateTraining:
             # Keyed: who belongs together is as private as the records.
             table = hkdf(self._run.key.secret, f"units|{self._table.digest}").hex() if self._run.secret else None
             was = known.units.table if known is not None and known.units is not None else ""
-            unit = Unit(units.by, units.rows, units.reduce, table or was)
+            try:
+                unit = Unit(units.by, units.rows, units.reduce, table or was)
+            except ValueError as error:
+                raise PlanError(f"units: {error}") from None
         request = replace(
             settings.privacy.request(self._n, steps, exact=settings.computation.noise == "exact"),
             expected_batch=batch,
@@ -283,10 +292,18 @@ class PrivateTraining:
         writer.declare_plan(PHASE, NAME, plan, describe("pld"))
         if self._loaded is None and not writer.history.finished:
             self._started.declare(writer, PHASE, self._data)
+            if names := sorted(self._started.unexplained):
+                self._run.say(
+                    f"warning: the certificate will say FOREIGN WEIGHTS, since {', '.join(names[:3])} "
+                    f"({len(names)} tensors) are not shown to be random; give model= as a function that makes it, and "
+                    'start= or Public("why") for what is not random'
+                )
         for use, name in settings.public.items():
             if name == settings.dataset:
                 raise PlanError(f"public: {name!r} is what this run protects; name other records")
-            writer.declare_public(PHASE, use, hashlib.sha256(name.encode()).hexdigest())
+            writer.declare_public(PHASE, use, _digest_of_name(name))
+        if (objection := writer.history.why_not_private()) is not None:
+            self._run.say(objection)
         if not writer.history.finished:
             self._run.enter_log(self._log, NAME, plan)
         return plan
@@ -315,12 +332,13 @@ class PrivateTraining:
             )
         )
         self._modes = modes_of(self._model)
+        keys = self._run.derive(PHASE, segment, self.done)
         self._phase = PrivatePhase(
-            self.plan, self._model, rule, optimizer, self._run.derive(PHASE, segment, self.done), self.ranks,
+            self.plan, self._model, rule, optimizer, keys, self.ranks,
             self._engine_settings, settings.computation, begun_after=segment.from_step,
             keeps_before=privacy.loss_probes is not None,
         )  # fmt: skip
-        self._unit_key = self._run.derive(PHASE, segment)("augmentation") if self._table is not None else b""
+        self._unit_key = keys("augmentation") if self._table is not None else b""
         self.ranks.on_main(lambda: self._run.remember(self._order))
 
     def _fitting(self, rule: ClipRule) -> int:
@@ -353,7 +371,12 @@ class PrivateTraining:
     def phase(self) -> PrivatePhase:
         if self._phase is None:
             raise LedgerError(f"the run in {self._run.folder.root} is finished; give another run_dir to train again")
+        self._require_open()
         return self._phase
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LedgerError("this training is closed; open it again to continue")
 
     def prove(self) -> SelfTestReport:
         """The self-test, after which steps can be taken.
@@ -381,7 +404,7 @@ class PrivateTraining:
         if units is not None:
             slots = SlotRows(self._table, units.rows, units.reduce, privacy.views, self._unit_key)
         self._reader = reader = FunctionReader(self._read, self._synthetic.make(1, 0), slots)
-        self.ranks.on_main(lambda: reader.try_first(self._n))
+        self.ranks.on_main(lambda: reader.try_first(self._n, self.done + 1))
         self._bad = BadRecordList(run.folder, self.ranks.rank)
         self._stop = StopRequest(run.folder.stop_file)
         phase.feed(reader)
@@ -442,6 +465,11 @@ class PrivateTraining:
     def evaluate(self, measure: Callable[[nn.Module], Mapping[str, float]]) -> dict[str, float]:
         """Saves, and only then measures: `measure(model)` in evaluation mode and without gradients, on public records.
         Its numbers go to TensorBoard and the public log."""
+        if "evaluation" not in self.settings.public:
+            raise PlanError(
+                "evaluate() measures on records without noise, which needs your word that they are public; name them "
+                'in Settings, such as public={"evaluation": "MNIST test, version 1"}'
+            )
         if self.saved != self.done or not self.done:
             self.save()
         whole = self.phase.engine.plain_model() if self.phase.engine.partitioned else self._model
@@ -485,6 +513,7 @@ class PrivateTraining:
         return summary
 
     def _require_sound(self) -> None:
+        self._require_open()
         if self._failed is not None:
             raise LedgerError(
                 f"step {self._failed} failed, and its noise must not be used again; close this training and open it "
@@ -562,7 +591,8 @@ class PrivateTraining:
                 },
             }
 
-        stated = [*DEVIATIONS, LOGGED, RESTORED] if self._log.files else [*DEVIATIONS, NO_LOG, RESTORED]
+        logged = self._log.knows(run.writer.history.run_id)
+        stated = [*DEVIATIONS, LOGGED] if logged else [*DEVIATIONS, NO_LOG, RESTORED]
         stated += [NUMBERS] if self._continued_within() else []
         stated += [f"The initial weights are public because: {self._started.why}"] if self._started.why else []
         certify(
@@ -579,6 +609,9 @@ class PrivateTraining:
 
     def close(self) -> None:
         """Lets go of readers, engine and the ledger's lock; the run can be continued."""
+        if self._closed:
+            return
+        self._closed = True
         if self._phase is not None:
             if self._phase.made is not None:
                 self._bad.add(NAME, self._reader.bad_reasons)

@@ -3,8 +3,8 @@
 Weights are made from records too, so a certificate must not read as if they came from nowhere. `start` is a run
 directory or an export, whose ledger says what it promised on which records; or `Public("why")`, a word that the
 certificate repeats; or None for random weights, which is shown, not believed: the function that makes the model is
-called under two seeds, and what does not change between them is no random number. Whatever else there is, the
-certificate calls it weights of unknown origin.
+called under two seeds, and what does not change between them is no random number. Tensors that were not read from
+`start` are judged in the same way. Whatever else there is, the certificate calls it weights of unknown origin.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.run_dir import RunDir
 
 SEEDS = (1, 2)
+INNER = "inner."
+"""How names begin in the checkpoints of a training whose loss is a function."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Started:
     use: PublicUse | None = None
     """How the ledger calls weights that no ledger knows."""
     why: str = ""
+    unexplained: frozenset[str] = frozenset()
+    """Tensors that are neither shown to be random nor read from where a ledger lies."""
 
     def declare(self, journal: Journal, phase: int, records: str) -> None:
         """On the main rank. `records`: the digest of the records that the phase protects."""
@@ -76,10 +80,10 @@ def started(model: nn.Module | Callable[[], nn.Module], start: str | Path | Publ
         return Started(made, use="weights", why=start.why)
     if start is not None:
         weights = WarmStart.at(Path(start))
-        _fill(made, weights)
-        return Started(made, weights, use="unknown-weights" if weights.foreign else None)
-    known = not isinstance(model, nn.Module) and not _same_under_other_seeds(model, made)
-    return Started(made, use=None if known else "unknown-weights")
+        rest = frozenset(_unexplained(model, made) - _fill(made, weights))
+        return Started(made, weights, use="unknown-weights" if weights.foreign or rest else None, unexplained=rest)
+    rest = frozenset(_unexplained(model, made))
+    return Started(made, use="unknown-weights" if rest else None, unexplained=rest)
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:
@@ -89,24 +93,36 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     return found
 
 
-def _same_under_other_seeds(make: Callable[[], nn.Module], made: nn.Module) -> list[str]:
-    """The tensors that are neither random nor simple: made alike under two seeds, of more than one value."""
+def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) -> set[str]:
+    """The tensors that are neither shown to be random nor simple. Of a module that exists, nothing is shown."""
     found: list[dict[str, Tensor]] = []
-    for seed in SEEDS:
+    for seed in SEEDS if not isinstance(model, nn.Module) else ():
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            found.append(_made(make).state_dict())
-    first, second = found
-    return [
+            found.append(_tensors(_made(model)))
+    return {
         name
-        for name, tensor in made.state_dict().items()
-        if name not in first
-        or (torch.equal(first[name], second[name]) and bool((tensor != tensor.flatten()[:1]).any()))
-    ]
+        for name, tensor in _tensors(made).items()
+        if not _simple(tensor)
+        and not (found and all(name in each for each in found) and not torch.equal(*(each[name] for each in found)))
+    }
 
 
-def _fill(model: nn.Module, weights: WarmStart) -> None:
-    """Takes the tensors by name; all that the model has of the same shape, and at least one."""
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that no checkpoint has shape a release, too."""
+    return {**dict(model.named_buffers()), **model.state_dict()}
+
+
+def _simple(tensor: Tensor) -> bool:
+    """Whether all its elements are the same round number, as layers are filled with. A mean of records is not round."""
+    if not tensor.numel() or bool((tensor != tensor.flatten()[:1]).any()):
+        return not tensor.numel()
+    value = tensor.flatten()[0]
+    return bool(value == torch.tensor(float(f"{value.item():.1e}"), dtype=tensor.dtype, device=tensor.device))
+
+
+def _fill(model: nn.Module, weights: WarmStart) -> set[str]:
+    """Takes the tensors by name, all that the model has of the same shape, and at least one; returns their names."""
     if (file := weights.path / EXPORTED if weights.path.is_dir() else weights.path).is_file():
         from safetensors.torch import load_file
 
@@ -117,12 +133,14 @@ def _fill(model: nn.Module, weights: WarmStart) -> None:
             raise WarmStartError(f"{weights.path} has no finished checkpoint; name a run that has one")
         state = loaded.weights()
     own = model.state_dict()
+    state = {name.removeprefix(INNER): tensor for name, tensor in state.items()}
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     if not fitting:
         raise WarmStartError(
             f"{weights.path} has no tensor of a name and shape of the model's; start from other weights"
         )
     model.load_state_dict(fitting, strict=False)
+    return set(fitting)
 
 
 def _digest(state: Mapping[str, Tensor], why: str) -> str:

@@ -92,13 +92,13 @@ class FunctionReader:
             found[name] = rows.detach().to(like.device, like.dtype)
         return found
 
-    def try_first(self, records: int) -> None:
+    def try_first(self, records: int, step: int = 0) -> None:
         """Before anything is charged: refuses a function that fails for every one of a few records (or units), spread
         over all. Nothing is said of a single one."""
         tried = np.unique(np.linspace(0, records - 1, FIRST).astype(np.int64))
-        found = self.fetch(tried, 0)
+        found = self.fetch(tried, step)
         if len(tried) > 1 and not found.batch.present.any():
-            one = self._slots.records_of(tried[:1], 0)[0, 0]
+            one = self._slots.records_of(tried[:1], step)[0, 0]
             raise ReadFailsError(
                 f"read() failed for all of {len(tried)} records that were tried, so it is no single record's fault; "
                 f"call read(np.array([{one}])) to see why: it must return tensors named {sorted(self._empty)} with one "

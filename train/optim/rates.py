@@ -32,8 +32,7 @@ def rates_of(
     if isinstance(inner, type) and issubclass(inner, LRScheduler):
         return _of_scheduler(given, inner, 1.0 if own is None else own, steps)
     if not (given is None or isinstance(given, float | int)):
-        function: Any = given
-        return lambda step: _sound(function(step), step)
+        return _of_function(given)
     rate = own if given is None else float(given)
     if rate is None:
         raise UnfitOptimizerError(
@@ -43,6 +42,20 @@ def rates_of(
     return lambda step: _sound(rate, step)
 
 
+def _of_function(function: Any) -> Rates:
+    try:
+        _sound(function(1), 1)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UnfitOptimizerError):
+            raise
+        raise UnfitOptimizerError(
+            f"schedule= gives no learning rate for step 1 ({type(error).__name__}: {error}); give a number, a function "
+            "of the step, a murmuration.Schedule, a class of torch.optim.lr_scheduler, or functools.partial of one "
+            "with its arguments"
+        ) from None
+    return lambda step: _sound(function(step), step)
+
+
 def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:
     """All rates at once: a scheduler counts its own steps, and a run may continue anywhere."""
     if issubclass(kind, ReduceLROnPlateau):
@@ -50,7 +63,13 @@ def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:
             "ReduceLROnPlateau follows a loss, and that of private records is private; use a schedule of steps"
         )
     stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
-    scheduler, found = make(stand_in), list[float]()
+    found = list[float]()
+    try:
+        scheduler = make(stand_in)
+    except (TypeError, ValueError) as error:
+        raise UnfitOptimizerError(
+            f"schedule=: {kind.__name__} cannot be made ({error}); give functools.partial of it with its arguments"
+        ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the stand-in takes no steps
         for _ in range(steps):
