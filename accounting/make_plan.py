@@ -128,6 +128,13 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
     return plan if request.tan is None else stand_in(plan, request.tan)
 
 
+def steps_of(epochs: float, records: int, batch: float, sampling: Sampling) -> int:
+    """Rounded up; whole epochs of random allocation are not cut, since a cut one is paid for whole."""
+    if sampling == "allocation" and epochs == int(epochs):
+        return int(epochs) * max(1, round(records / batch))
+    return math.ceil(epochs * records / batch)
+
+
 def most_steps(request: PlanRequest) -> int:
     """How many steps the budget lasts for at the request's noise multiplier, whatever its own `steps` are."""
     one_turn = make_plan(replace(request, steps=request.bands))

@@ -37,7 +37,7 @@ from murmuration.accounting.keys import destroy, hkdf, load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.ledger.lines import NAMED, RECORDS_AS_PUBLIC, PublicUse
-from murmuration.accounting.make_plan import make_plan
+from murmuration.accounting.make_plan import make_plan, steps_of
 from murmuration.accounting.plan import PlanError, PrivacyPlan, require_together
 from murmuration.accounting.unit import Unit
 from murmuration.data.batch.dataset import as_inputs, as_read, is_dataset
@@ -85,7 +85,7 @@ NUMBERS = (
     "number, and the run was continued within one: that the program gave each record the same number as before is its "
     "own word (`order`)."
 )
-RESTORED = (
+RESTORED = (  # with a `registry`, what every certificate says is enough
     "This run has no log outside its directory. Its secret file tells how long the ledger is and loses the keys of "
     "each step before the step's weights can be seen, so a ledger or a secret folder that is restored alone is "
     "refused. A whole run directory that is restored in place (secret folder, ledger and checkpoints together) cannot "
@@ -137,7 +137,8 @@ class Settings:
 
     privacy: Privacy
     dataset: str
-    """A name and version of the records: a run is continued with records of the same name alone."""
+    """A name and version of the records. Nothing else tells them from others: it is by this name that a run is
+    continued, and that weights are refused which were trained on the same records."""
     run_dir: str | Path
     steps: int | None = None
     epochs: float | None = None
@@ -216,6 +217,10 @@ class Losses(nn.Module):
 MOST_ON_PROCESSORS = 64
 
 
+def _digest_of_name(dataset: str) -> str:
+    return hashlib.sha256(dataset.encode()).hexdigest()
+
+
 class PrivateTraining:
     """Trains a model with (ε, δ)-DP for one record, from the run directory's last checkpoint on.
 
@@ -264,12 +269,14 @@ class PrivateTraining:
         else:
             raise InputError(f"example= must be what read() returns, a dict, but is a {type(example).__name__}")
         self.ranks = ranks or start_ranks(settings.engine, settings.shard_over)
+        self.ranks.require_same("units.of", "" if self._table is None else self._table.digest)
         self._started = begun = started(model, start, self.ranks)
         self.model = begun.model
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
         self._model = self.model if loss is None else Losses(self.model, loss)
-        self._optimizer, batch = optimizer, min(privacy.expected_batch, self._n)
-        steps = settings.steps or math.ceil((settings.epochs or 1) * self._n / batch)
+        self._optimizer = optimizer
+        batch = float(self._n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
+        steps = settings.steps or steps_of(settings.epochs or 1, self._n, batch, privacy.sampling)
         self._rates = rates = rates_of(schedule, optimizer, steps)
         if privacy.loss_probes is not None and len({rates(step) for step in range(1, steps + 1)}) > 1:
             raise PlanError("privacy.loss_probes find the learning rate while training; give schedule= one number")
@@ -279,7 +286,7 @@ class PrivateTraining:
             {name: version(name) for name in ("torch", "dp-accounting")}, debug_seed=settings.debug_seed,
             new_segment=settings.new_segment, record_digests=NAMED,
         )  # fmt: skip
-        self._data = hashlib.sha256(json.dumps([settings.dataset, n]).encode()).hexdigest()
+        self._data = _digest_of_name(settings.dataset)
         self._log = RunLog(()) if settings.registry is None else RunLog((Path(settings.registry) / LOG,))
         self.done = self.saved = 0
         self._phase: PrivatePhase | None = None
@@ -287,7 +294,7 @@ class PrivateTraining:
         self._held: Held | None = None
         self._kept = set[int]()
         self._board: Board | None = None
-        self._busy = threading.Lock()
+        self._busy, self._closed = threading.Lock(), False
         try:
             self._loaded = self._run.latest() if self._run.secret is not None else None
             self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declared(steps, batch))
@@ -306,7 +313,10 @@ class PrivateTraining:
             # Keyed: who belongs together is as private as the records.
             table = hkdf(self._run.key.secret, f"units|{self._table.digest}").hex() if self._run.secret else None
             was = known.units.table if known is not None and known.units is not None else ""
-            unit = Unit(units.by, units.rows, units.reduce, table or was)
+            try:
+                unit = Unit(units.by, units.rows, units.reduce, table or was)
+            except ValueError as error:
+                raise PlanError(f"units: {error}") from None
         request = replace(
             settings.privacy.request(self._n, steps, exact=settings.computation.noise == "exact"),
             expected_batch=batch,
@@ -324,8 +334,16 @@ class PrivateTraining:
         writer.declare_plan(PHASE, NAME, plan, describe("pld"))
         if self._loaded is None and not writer.history.finished:
             self._started.declare(writer, PHASE, self._data)
+            if names := sorted(self._started.unexplained):
+                self._run.say(
+                    f"warning: the certificate will say FOREIGN WEIGHTS, since {', '.join(names[:3])} "
+                    f"({len(names)} tensors) are not shown to be random; give model= as a function that makes it, and "
+                    'start= or Public("why") for what is not random'
+                )
         for use, name in settings.public.items():
-            writer.declare_public(PHASE, use, hashlib.sha256(name.encode()).hexdigest())
+            writer.declare_public(PHASE, use, _digest_of_name(name))
+        if (objection := writer.history.why_not_private()) is not None:
+            self._run.say(objection)
         if not writer.history.finished:
             self._run.enter_log(self._log, NAME, plan)
         return plan
@@ -392,7 +410,12 @@ class PrivateTraining:
     def phase(self) -> PrivatePhase:
         if self._phase is None:
             raise LedgerError(f"the run in {self._run.folder.root} is finished; give another run_dir to train again")
+        self._require_open()
         return self._phase
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LedgerError("this training is closed; open it again to continue")
 
     def prove(self) -> SelfTestReport:
         """The self-test, after which steps can be taken.
@@ -482,6 +505,11 @@ class PrivateTraining:
     def evaluate(self, measure: Callable[[nn.Module], Mapping[str, float]]) -> dict[str, float]:
         """Saves, and only then measures: `measure(model)` in evaluation mode and without gradients, on public records.
         Its numbers go to TensorBoard and the public log."""
+        if "evaluation" not in self.settings.public:
+            raise PlanError(
+                "evaluate() measures on records without noise, which needs your word that they are public; name them "
+                'in Settings, such as public={"evaluation": "MNIST test, version 1"}'
+            )
         if self.saved != self.done or not self.done:
             self.save()
         whole = self.phase.engine.plain_model() if self.phase.engine.partitioned else self._model
@@ -525,6 +553,7 @@ class PrivateTraining:
         return summary
 
     def _require_sound(self) -> None:
+        self._require_open()
         if self._failed is not None:
             raise LedgerError(
                 f"step {self._failed} failed, and its noise must not be used again; close this training and open it "
@@ -602,7 +631,8 @@ class PrivateTraining:
                 },
             }
 
-        stated = [*DEVIATIONS, LOGGED, RESTORED] if self._log.files else [*DEVIATIONS, NO_LOG, RESTORED]
+        logged = self._log.knows(run.writer.history.run_id)
+        stated = [*DEVIATIONS, LOGGED] if logged else [*DEVIATIONS, NO_LOG, RESTORED]
         stated += [NUMBERS] if self._continued_within() else []
         stated += [f"The initial weights are public because: {self._started.why}"] if self._started.why else []
         certify(
@@ -619,6 +649,9 @@ class PrivateTraining:
 
     def close(self) -> None:
         """Lets go of readers, engine and the ledger's lock; the run can be continued."""
+        if self._closed:
+            return
+        self._closed = True
         if self._phase is not None:
             if self._phase.made is not None:
                 self._bad.add(NAME, self._reader.bad_reasons)

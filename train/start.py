@@ -3,8 +3,8 @@
 Weights are made from records too, so a certificate must not read as if they came from nowhere. `start` is a run
 directory or an export, whose ledger says what it promised on which records; or `Public("why")`, a word that the
 certificate repeats; or None for random weights, which is shown, not believed: the function that makes the model is
-called under two seeds, and what does not change between them is no random number. Whatever else there is, the
-certificate calls it weights of unknown origin.
+called under two seeds, and what does not change between them is no random number. Tensors that were not read from
+`start` are judged in the same way. Whatever else there is, the certificate calls it weights of unknown origin.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Started:
     use: PublicUse | None = None
     """How the ledger calls weights that no ledger knows."""
     why: str = ""
+    unexplained: frozenset[str] = frozenset()
+    """Tensors that are neither shown to be random nor read from where a ledger lies."""
 
     def declare(self, journal: Journal, phase: int, records: str) -> None:
         """On the main rank. `records`: the digest of the records that the phase protects."""
@@ -85,7 +87,7 @@ def started(
     made = model if isinstance(model, nn.Module) else _made_alike(model, ranks)
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
-    unknown = set(made.state_dict() if isinstance(model, nn.Module) else _same_under_other_seeds(model, made))
+    unknown = _unexplained(model, made)
     weights = None
     if start is not None:
         from murmuration.train.recipe.warm_start import WarmStart  # with all models of ours
@@ -93,7 +95,7 @@ def started(
         weights = WarmStart.at(Path(start))
         unknown -= _fill(made, weights)
     foreign = bool(unknown) or (weights is not None and weights.foreign)
-    return Started(made, weights, use="unknown-weights" if foreign else None)
+    return Started(made, weights, use="unknown-weights" if foreign else None, unexplained=frozenset(unknown))
 
 
 def _made_alike(make: Callable[[], nn.Module], ranks: Ranks) -> nn.Module:
@@ -111,24 +113,36 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     return found
 
 
-def _same_under_other_seeds(make: Callable[[], nn.Module], made: nn.Module) -> list[str]:
-    """The tensors that are neither random nor simple: made alike under two seeds, of more than one value."""
+def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) -> set[str]:
+    """The tensors that are neither shown to be random nor simple. Of a module that exists, nothing is shown."""
     found: list[dict[str, Tensor]] = []
-    for seed in SEEDS:
+    for seed in SEEDS if not isinstance(model, nn.Module) else ():
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            found.append(_made(make).state_dict())
-    first, second = found
-    return [
+            found.append(_tensors(_made(model)))
+    return {
         name
-        for name, tensor in made.state_dict().items()
-        if name not in first
-        or (torch.equal(first[name], second[name]) and bool((tensor != tensor.flatten()[:1]).any()))
-    ]
+        for name, tensor in _tensors(made).items()
+        if not _simple(tensor)
+        and not (found and all(name in each for each in found) and not torch.equal(*(each[name] for each in found)))
+    }
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that no checkpoint has shape a release, too."""
+    return {**dict(model.named_buffers()), **model.state_dict()}
+
+
+def _simple(tensor: Tensor) -> bool:
+    """Whether all its elements are the same round number, as layers are filled with. A mean of records is not round."""
+    if not tensor.numel() or bool((tensor != tensor.flatten()[:1]).any()):
+        return not tensor.numel()
+    value = tensor.flatten()[0]
+    return bool(value == torch.tensor(float(f"{value.item():.1e}"), dtype=tensor.dtype, device=tensor.device))
 
 
 def _fill(model: nn.Module, weights: WarmStart) -> set[str]:
-    """Takes the tensors by name; all that the model has of the same shape, and at least one. Returns their names."""
+    """Takes the tensors by name, all that the model has of the same shape, and at least one; returns their names."""
     from murmuration.train.recipe.warm_start import EXPORTED
     from murmuration.train.storage.checkpoint import Checkpoints
     from murmuration.train.storage.run_dir import RunDir

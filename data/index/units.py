@@ -109,7 +109,13 @@ class UnitTable:
     @staticmethod
     def of_names(by: str, names: Sequence[object] | np.ndarray) -> UnitTable:
         """From the unit of each record, as a program names them; units are numbered by their first record."""
-        _, firsts, inverse = np.unique(np.asarray(names), return_index=True, return_inverse=True)
+        try:
+            named = np.asarray(names)
+            if named.ndim != 1:  # a name of two parts would count as two records
+                raise ValueError(f"they have {named.ndim} dimensions")
+            _, firsts, inverse = np.unique(named, return_index=True, return_inverse=True)
+        except (TypeError, ValueError) as error:
+            raise ShardError(f"units.of needs one text or number for each record ({error})") from None
         ranked = np.argsort(np.argsort(firsts))
         of = ranked[inverse.reshape(-1)].astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(np.bincount(of), dtype=np.int64)])

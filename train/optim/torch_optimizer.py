@@ -38,7 +38,13 @@ class TorchOptimizer(FlatOptimizer):
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], make: MakeOptimizer) -> None:
         named = [(name, parameter) for name, parameter in parameters]
         self._make, self._shapes = make, [getattr(each, "ds_shape", each.shape) for _, each in named]
-        self._kind, self.moments, self._numbers_in = _tried(make)
+        tried = {len(shape): _tried(make, (2,) * (len(shape) or 1)) for shape in self._shapes}
+        self._kind, self.moments, self._numbers_in = tried.get(2) or next(iter(tried.values()))
+        if len(set(tried.values())) > 1:
+            raise UnfitOptimizerError(
+                f"{self._kind.__name__} keeps another state for parameters of other dimensions, which flat shards "
+                "cannot hold; use another optimizer"
+            )
         super().__init__(named, {name: Policy(1.0, 0.0, False) for name, _ in named}, None, None)
 
     def bind(self, layout: Layout, add: Add | None) -> None:
@@ -79,41 +85,59 @@ class TorchOptimizer(FlatOptimizer):
 
 def learning_rate_of(make: MakeOptimizer) -> float:
     """The rate that the optimizer was made with."""
-    return float(_after_a_step(make)[0].param_groups[0]["lr"])
+    return float(_made(make, nn.Parameter(torch.zeros(2, 2))).param_groups[0]["lr"])
 
 
 def described(make: MakeOptimizer) -> str:
     """Its class and settings, in words."""
-    inner, _ = _after_a_step(make)
-    return f"{type(inner).__qualname__} {sorted((name, repr(value)) for name, value in inner.defaults.items())}"
+    inner = _made(make, nn.Parameter(torch.zeros(2, 2)))
+    return f"{type(inner).__qualname__} {_settings(inner)}"
 
 
-def _after_a_step(make: MakeOptimizer) -> tuple[optim.Optimizer, nn.Parameter]:
-    """Makes one step on a parameter of no account."""
-    weights = nn.Parameter(torch.zeros(2, 2))
-    weights.grad = torch.ones(2, 2)
+def _made(make: MakeOptimizer, weights: nn.Parameter, steps: int = 0) -> torch.optim.Optimizer:
     try:
         inner = make([weights])
-        inner.step()
-        return inner, weights
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(f"it is a {type(inner).__name__}")
+        for _ in range(steps):
+            inner.step()
     except Exception as error:
         raise UnfitOptimizerError(
             "optimizer= is called with a list of parameters and must return a torch.optim optimizer whose step() needs "
-            f"no closure, but failed ({type(error).__name__}: {error}); give a class such as torch.optim.AdamW, or "
-            "functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)"
+            f"no closure, but failed for one of shape {list(weights.shape)} ({type(error).__name__}: {error}); give a "
+            "class such as torch.optim.AdamW, or functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)"
         ) from None
+    return inner
 
 
-def _tried(make: MakeOptimizer) -> tuple[type, tuple[str, ...], frozenset[str]]:
-    """Its class, the names of its state, and which of these are numbers."""
-    inner, weights = _after_a_step(make)
+def _settings(inner: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    """Of its group of parameters, and what else it holds as a number."""
+    found = {name: value for name, value in inner.param_groups[0].items() if name != "params"}
+    own = {name: value for name, value in vars(inner).items() if isinstance(value, int | float | Tensor)}
+    return sorted((name, repr(value)) for name, value in {**found, **own}.items() if not name.startswith("_"))
+
+
+def _tried(make: MakeOptimizer, shape: tuple[int, ...]) -> tuple[type, tuple[str, ...], frozenset[str]]:
+    """Makes two steps on a parameter of no account; returns the class, the names of its state, and which of these are
+    numbers."""
+    weights = nn.Parameter(torch.zeros(shape))
+    weights.grad = torch.ones(shape)
+    inner = _made(make, weights, steps=2)
     state = {key: value for key, value in inner.state[weights].items() if key != "step" and value is not None}
     odd = [key for key, value in state.items() if not isinstance(value, Tensor | float | int)]
-    odd += [key for key, value in state.items() if isinstance(value, Tensor) and value.dim() and value.shape != (2, 2)]
-    if odd or len(inner.param_groups) != 1:
+    odd += [key for key, value in state.items() if isinstance(value, Tensor) and value.dim() and value.shape != shape]
+    if len(inner.param_groups) != 1:
+        odd.append("groups of parameters")
+    once = nn.Parameter(torch.zeros(shape))
+    once.grad = torch.ones(shape)
+    odd += sorted(state.keys() - _made(make, once, steps=1).state[once].keys())
+    # It is made anew at every step: what it counts or adapts outside of a parameter's state would be lost.
+    before = dict(_settings(_made(make, nn.Parameter(torch.zeros(shape)))))
+    odd += [name for name, value in _settings(inner) if before.get(name) != value]
+    if odd:
         raise UnfitOptimizerError(
-            f"{type(inner).__name__} keeps {', '.join(odd) or 'groups of parameters'}, which a checkpoint of shards "
-            "cannot hold; use another optimizer, or murmuration.Optimizer with rules for some parameters"
+            f"{type(inner).__name__} keeps {', '.join(odd)}, which a checkpoint of shards cannot hold; use another "
+            "optimizer, or murmuration.Optimizer with rules for some parameters"
         )
     numbers = frozenset(key for key, value in state.items() if not (isinstance(value, Tensor) and value.dim()))
     return type(inner), tuple(state), numbers

@@ -16,7 +16,7 @@ from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.banded import BandedError
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps
+from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps, steps_of
 from murmuration.accounting.plan import Event, PlanError, PrivacyPlan
 from murmuration.accounting.unit import Reduce, Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
@@ -389,9 +389,7 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
     steps, schedule = phase.steps, phase.schedule
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
     if phase.epochs is not None:
-        steps = math.ceil(phase.epochs * records / batch)
-        if phase.privacy is not None and phase.privacy.sampling == "allocation" and phase.epochs == int(phase.epochs):
-            steps = int(phase.epochs) * max(1, round(records / batch))  # none of which is cut, and paid for whole
+        steps = steps_of(phase.epochs, records, batch, "poisson" if phase.privacy is None else phase.privacy.sampling)
     elif phase.until_budget and phase.privacy is not None:
         try:
             steps = most_steps(plan_request(phase, phase.privacy, records, noise))

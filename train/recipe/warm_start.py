@@ -79,8 +79,8 @@ class WarmStart:
     take_head: bool | None = None
     """Whether a classifier takes its head from these weights, too (model.warm_start)."""
     foreign: bool = False
-    """No certificate or ledger names these very tensors: what lies beside or in the file may be another run's, or
-    somebody's invention, and only adds to what is known of it."""
+    """No certificate or ledger names these very tensors (what lies beside or in the file may be another run's, or
+    somebody's invention, and only adds to what is known of it), or their run began with such weights."""
     without_noise: frozenset[str] = frozenset()
     """Digests of the records that the runs which made the weights used as public."""
 
@@ -92,7 +92,8 @@ class WarmStart:
             raise WarmStartError(f"{path} has neither checkpoints nor {EXPORTED}; name a run directory or an export")
         ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
         try:
-            known = [Provenance.of(*History.read(ledger))] if ledger.is_file() else []
+            history, entries = History.read(ledger) if ledger.is_file() else (None, [])
+            known = [] if history is None else [Provenance.of(history, entries)]
             inside = Provenance.inside(path / EXPORTED if path.is_dir() else path)
         except (LedgerError, ProvenanceError) as error:
             raise WarmStartError(f"{path}: {error}") from None
@@ -102,7 +103,9 @@ class WarmStart:
         objections = [each.undeclared for each in known if each.undeclared is not None]
         protected = frozenset(digest for origin in origins for digest in origin.protected)
         undeclared = objections[0] if objections else None
-        foreign = not _made_by(path, ledger.parent)
+        # What began with weights of unknown origin is no better known than those were.
+        unknown = history is not None and any(line.use == "unknown-weights" for line in history.public_uses)
+        foreign = unknown or not _made_by(path, ledger.parent)
         public = frozenset(digest for each in known for digest in each.without_noise)
         return WarmStart(path, _digest(path), protected, origins, undeclared, take_head, foreign, public)
 
