@@ -156,11 +156,11 @@ def _override(raw: dict[str, Any], text: str) -> None:
         raise ConfigError(f"--set {printable(dotted)}: only keys of an object can be set")
     if (parts[-1] in PATH_KEYS and _is_path(parts[-1], new)) or _names_folder(holder, parts[-1], new):
         new = str(Path.cwd() / new)
-    if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
+    made_public = parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict)
+    if made_public and holder.get("trainable") != STATISTICS and holder.get("objective") != HEAD:
         # The non-private variant of a recipe keeps its batch size.
-        if holder.get("trainable") != STATISTICS and holder.get("objective") != HEAD:
-            expected = holder["privacy"].get("expected_batch")
-            holder.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
+        expected = holder["privacy"].get("expected_batch")
+        holder.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
     holder[parts[-1]] = new
 
 
