@@ -11,12 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from murmuration.accounting.certificate import certificate, picture
+from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate import pages as picture
 from murmuration.accounting.certificate.certificate import html_page, markdown
 from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
-from murmuration.accounting.certificate.pages import percent_of
-from murmuration.accounting.certificate.picture import trade_off_svg
-from murmuration.accounting.certificate.registry import registry_entry
+from murmuration.accounting.certificate.pages import percent_of, registry_entry, trade_off_svg
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.trade_off import GRID, of_point
