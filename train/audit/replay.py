@@ -62,8 +62,7 @@ from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
-from murmuration.train.run.phase import trainer_of, watching_of
-from murmuration.train.run.probed_step import ProbedStep, probed_rate
+from murmuration.train.run.phase import ProbedStep, probed_rate, trainer_of, watching_of
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
 from murmuration.train.run.trainer import Step
