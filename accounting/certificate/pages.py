@@ -131,7 +131,10 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
             )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
-    lines += _dates(certificate.get("dates") or {})
+    dates = certificate.get("dates") or {}
+    starts = [("first", "first_start"), ("last", "last_start")]
+    if started := [f"{name} started on {dates[key]}" for name, key in starts if key in dates]:
+        lines.append(f"date: the run was {', '.join(started)} (UTC)")
     for phase in certificate["phases"]:
         if units := (phase.get("plan") or {}).get("units"):
             added = contribution_in_words(Unit(**units))
@@ -140,28 +143,20 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     return [*lines, f"mechanism: {certificate['mechanism']}"]
 
 
-def _dates(dates: dict[str, Any]) -> list[str]:
-    told = [f"{name} started on {dates[key]}" for name, key in (("first", "first_start"), ("last", "last_start"))
-            if key in dates]  # fmt: skip
-    return [f"date: the run was {', '.join(told)} (UTC)"] if told else []
-
-
 def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:
     rows = [["phase", "private", "n", "C", "q", "σ", "T", "steps opened", "charged (q, σ, count)"]]
     for phase in certificate["phases"]:
-        events = "; ".join(_event(event) for event in phase.get("events", []))
+        events = []
+        for each in phase.get("events", []):
+            times = f"{each['count']} epochs of {each['slots']}" if "slots" in each else each["count"]
+            events.append(f"({each['rate']:.6g}, {each['sigma']:.6g}, {times})")
         plan = phase.get("plan") or {}
         numbers = [plan.get(name, "") for name in ("records", "clip_norm")]
         numbers += [phase.get("sampling_rate", ""), plan.get("noise_multiplier", ""), plan.get("steps", "")]
         shown = [f"{each:.6g}" if isinstance(each, float) else str(each) for each in numbers]
         private = "yes" if phase["private"] else "no"
-        rows.append([phase["name"], private, *shown, str(phase.get("steps_opened", "")), events])
+        rows.append([phase["name"], private, *shown, str(phase.get("steps_opened", "")), "; ".join(events)])
     return rows
-
-
-def _event(event: dict[str, Any]) -> str:
-    times = f"{event['count']} epochs of {event['slots']}" if "slots" in event else event["count"]
-    return f"({event['rate']:.6g}, {event['sigma']:.6g}, {times})"
 
 
 def _meaning(certificate: dict[str, Any]) -> list[str]:
@@ -322,17 +317,13 @@ def model_card(certificate: dict[str, Any]) -> str:
         lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(delta_of(claim))}"]
         unit = "one record" if noun_of(certificate["unit"]) == "record" else _quoted(certificate["unit"])
         lines += [f"  unit: {unit}", "  neighbours: zero-out"]
-        lines += ["  accountant: PLD", f"  sampling: {_sampling(certificate)}"]
+        plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
+        kinds = {"random allocation" if plan.get("slots", 1) > 1 else "Poisson" for plan in plans}
+        lines += ["  accountant: PLD", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines.append(f"  ledger_head: {certificate['ledger']['head']}")
     return "\n".join(lines) + "\n"
-
-
-def _sampling(certificate: dict[str, Any]) -> str:
-    plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
-    kinds = {"random allocation" if plan.get("slots", 1) > 1 else "Poisson" for plan in plans}
-    return " and ".join(sorted(kinds)) or "Poisson"
 
 
 def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,9 @@ def train_privately(
 ) -> None:  # fmt: skip
     config, number, settings = run.config, phase.number, phase.settings
     done = loaded.position.step if loaded is not None and resumed else 0
-    segment = _segment(run, phase, done)
+    segment = run.ranks.on_main(lambda: segment_of(run, phase, done))
+    if settings.features is not None:  # before missing features are computed
+        require_same_records(run, phase, segment, done, sampler=None)
     derive = run.derive(number, segment, done)
     rule, own = clip_rule(privacy, plan, config.micro_batch), loaded if resumed else None
     rate = probed_rate(phase, plan, own)
@@ -102,15 +104,19 @@ def train_privately(
         )  # fmt: skip
         _note_memory(run, phase, private.forward.kept_from_swap)
         proved = _prove(run, phase, private, segment)
-        if settings.features is None:  # otherwise they were compared before features were computed
+        if settings.features is None:
             require_same_records(run, phase, segment, done, private.core.sampler())
         loader = private.feed(reader, rank_plan(phase, run.ranks, config.micro_batch))
         mixing = None
         if phase.mixed is not None:
             mixing = MixingEngine.of(run, phase, plan.divisor, private.engine, derive("public-order"))
             at_end.callback(mixing.close_public)
+        first_norm = None
+        if plan.adaptive is not None:  # C of the next step, which follows from what was released before it
+            at = (0, None) if own is None else (own.position.step, own.digest)
+            first_norm = run.ranks.on_main(lambda: run.writer.clip_norm_after(number, *at))
         step = private.begin(
-            run.journal, run.stop, mixing=mixing, first_norm=_first_norm(run, phase, plan, own),
+            run.journal, run.stop, mixing=mixing, first_norm=first_norm,
             probes=rate.probes if rate is not None else None,
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
@@ -121,21 +127,6 @@ def train_privately(
             run, phase, followed, private.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader),
             rate,
         ).run(done)  # fmt: skip
-
-
-def _first_norm(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan, own: Loaded | None) -> float | None:
-    """C of the next step, where C adapts; `own`: the checkpoint of this phase that it continues from."""
-    if plan.adaptive is None:
-        return None
-    done, digest = (0, None) if own is None else (own.position.step, own.digest)
-    return run.ranks.on_main(lambda: run.writer.clip_norm_after(phase.number, done, digest))
-
-
-def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
-    found = run.ranks.on_main(lambda: segment_of(run, phase, done))
-    if phase.settings.features is not None:  # before missing features are computed
-        require_same_records(run, phase, found, done, sampler=None)
-    return found
 
 
 def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
