@@ -476,7 +476,7 @@ RECORD_HEADER, RECORD_FOOTER = 12, 4  # length and checksum before an event, che
 def write_last_pages(run: RunContext) -> None:
     """The report with the certificate in it, and the state for scripts, as they stand after these steps."""
     history, entries = run.writer.history, run.writer.ledger.entries
-    extra = {"known_deviations": OF_THIS_TRAINER, "siblings": [], "hashes": {}}
+    extra = {"known_deviations": list(OF_THIS_TRAINER), "siblings": [], "hashes": {}}
     document = certificate.compose(history, entries, extra)
     write_report(run.folder, run.config, document, [])
     tell_state(run, status="done")
