@@ -1,4 +1,4 @@
-"""A model of one's own, trained privately on a dataset of one's own: python -m docs.own_model RUN_DIR."""
+"""A model of one's own, trained privately on a dataset of one's own: python -m docs.own_model RUN_DIR [ENGINE]."""
 
 import sys
 from functools import partial
@@ -16,7 +16,7 @@ with murmuration.PrivateTraining(
     lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)), TensorDataset(x, y),
     murmuration.Settings(
         privacy=murmuration.Privacy(epsilon=4, expected_batch=200), steps=100, dataset="a plane, version 1",
-        run_dir=sys.argv[1],
+        run_dir=sys.argv[1], engine=(sys.argv[2:] or ["local"])[0],
     ),
     loss=lambda model, batch: F.mse_loss(model(batch[0]).squeeze(1), batch[1], reduction="none"),
     optimizer=partial(optim.AdamW, lr=0.01), schedule=partial(optim.lr_scheduler.CosineAnnealingLR, T_max=100),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from murmuration.train.core import Computation
     from murmuration.train.library import PrivateTraining, Settings, Units
     from murmuration.train.start import Public
+    from murmuration.train.storage.sibling_runs import RunLog
 
 _HOMES = {
     "train.library": ("PrivateTraining", "Settings", "Units"),
@@ -35,13 +36,14 @@ _HOMES = {
     "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule"),
     "train.config.root": ("ZeroOptimization",),
     "train.core": ("Computation",),
+    "train.storage.sibling_runs": ("RunLog",),
     "evaluation.models.load": ("load",),
 }  # fmt: skip
 
 __all__ = [
     "AdaptiveClip", "BandedNoise", "Clip", "ClipGroup", "Computation", "LossProbes", "Optimizer", "OptimizerParams",
-    "ParameterRule", "Privacy", "PrivateTraining", "Public", "ReleasedMetric", "Schedule", "Settings", "Units",
-    "ZeroOptimization", "load",
+    "ParameterRule", "Privacy", "PrivateTraining", "Public", "ReleasedMetric", "RunLog", "Schedule", "Settings",
+    "Units", "ZeroOptimization", "load",
 ]  # fmt: skip
 
 

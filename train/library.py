@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -32,14 +32,15 @@ from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.banded import BandedError
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.errors import InputError
 from murmuration.accounting.keys import destroy, hkdf, load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
-from murmuration.accounting.ledger.lines import NAMED, PublicUse
+from murmuration.accounting.ledger.lines import NAMED, RECORDS_AS_PUBLIC, PublicUse
 from murmuration.accounting.make_plan import make_plan
 from murmuration.accounting.plan import PlanError, PrivacyPlan, require_together
 from murmuration.accounting.unit import Unit
-from murmuration.data.batch.dataset import as_inputs, as_read
+from murmuration.data.batch.dataset import as_inputs, as_read, is_dataset
 from murmuration.data.batch.function_reader import FunctionReader
 from murmuration.data.batch.slot_rows import SlotRows, UnitReduce
 from murmuration.data.index.units import UnitTable
@@ -55,7 +56,7 @@ from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import evaluating, modes_of
 from murmuration.train.engines.choose import EngineSettings, start_ranks
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
-from murmuration.train.optim.rates import rates_of
+from murmuration.train.optim.rates import rates_of, sound
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
 from murmuration.train.private_phase import PrivatePhase
@@ -64,7 +65,7 @@ from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import largest_that_fits
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
-from murmuration.train.start import Public, started
+from murmuration.train.start import INNER, Public, started
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.certify import certify
@@ -76,6 +77,7 @@ from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import LOG, RunLog
 
 PHASE, NAME = 0, "training"
+EngineName = Literal["local", "deepspeed", "fsdp2"]
 Data = Any
 """A torch.utils.data.Dataset or anything with len() and []; or a function `read`, given `records`."""
 NUMBERS = (
@@ -130,7 +132,7 @@ class Settings:
     """Give one of steps and epochs."""
     micro_batch: int | Literal["auto"] = "auto"
     """Records that a rank computes at a time."""
-    engine: Literal["local", "deepspeed", "fsdp2"] = "local"
+    engine: EngineName = "local"
     zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     shard_over: int | None = None
     """With FSDP2: the ranks of one copy of the weights; None: all."""
@@ -158,6 +160,23 @@ class Settings:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise PlanError("give either steps or epochs")
+        least = {"steps": self.steps, "checkpoint_every": self.checkpoint_every, "log_every": self.log_every}
+        least |= {"keep_checkpoints": self.keep_checkpoints}
+        least |= {} if self.micro_batch == "auto" else {"micro_batch": self.micro_batch}
+        for name, value in least.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise PlanError(f"{name} must be a whole number from 1 up, but is {value!r}")
+        if self.epochs is not None and not (math.isfinite(self.epochs) and self.epochs > 0):
+            raise PlanError(f"epochs must be a finite number above 0, but is {self.epochs}")
+        if not self.dataset.strip():
+            raise PlanError("dataset must be a name and version of the records")
+        if self.engine not in (engines := get_args(EngineName)):
+            raise PlanError(f"engine {self.engine!r} is none of {', '.join(engines)}")
+        if unknown := set(self.public) - set(RECORDS_AS_PUBLIC):
+            raise PlanError(f"public: {', '.join(sorted(unknown))} is none of {', '.join(RECORDS_AS_PUBLIC)}")
+        if self.dataset in self.public.values():
+            raise PlanError(f"public: {self.dataset!r} is what this run protects; name other records")
+        EngineSettings(self.engine, 1, self.zero, self.shard_over)  # refuses what does not fit
         mechanisms = self.privacy.mechanisms | ({"exact"} if self.computation.noise == "exact" else set())
         require_together(mechanisms | ({"keep_key"} if self.keep_key else set()))
 
@@ -168,16 +187,20 @@ class Losses(nn.Module):
     def __init__(self, inner: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> None:
         super().__init__()
         self.inner, self._loss = inner, loss
+        if callable(right := getattr(inner, "right", None)):
+            self.right = lambda inputs: right(self._as_items(inputs))
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The loss sees a batch as its dataset has items: a dict, or a tuple."""
-        places = [str(place) for place in range(len(inputs))]
-        batch: Any = tuple(inputs[place] for place in places) if set(places) == set(inputs) else inputs
-        found = self._loss(self.inner, batch)
+        found = self._loss(self.inner, self._as_items(inputs))
         return found if found.dim() else found.reshape(1)
 
+    @staticmethod
+    def _as_items(inputs: dict[str, Tensor]) -> Any:
+        """The program's functions see a batch as its dataset has items: a dict, or a tuple."""
+        places = [str(place) for place in range(len(inputs))]
+        return tuple(inputs[place] for place in places) if set(places) == set(inputs) else inputs
 
-INNER = "inner."
+
 MOST_ON_PROCESSORS = 64
 
 
@@ -211,7 +234,7 @@ class PrivateTraining:
         `ranks`: None joins those that a launcher started."""
         quiet_libraries()
         self.settings, privacy = settings, settings.privacy
-        read, n = as_read(data, records)
+        read, n = as_read(data, records, privacy.views)
         self._table = None if units is None else UnitTable.of_names(units.by, units.of)
         if units is not None and len(units.of) != n:
             raise PlanError(f"units.of has {len(units.of)} values for {n} records; give the unit of each record")
@@ -222,16 +245,22 @@ class PrivateTraining:
             raise PlanError("the self-test needs to know what records look like; give either synthetic= or example=")
         if synthetic is not None:
             self._synthetic = SyntheticRecords(synthetic, rows=rows)
-        else:  # a function returns rows, a dataset items
-            self._synthetic = SyntheticRecords.like(dict(example) if callable(data) else as_inputs(example), rows)
+        elif is_dataset(data):
+            self._synthetic = SyntheticRecords.like(as_inputs(example), rows)
+        elif isinstance(example, Mapping):
+            self._synthetic = SyntheticRecords.like(example, rows)
+        else:
+            raise InputError(f"example= must be what read() returns, a dict, but is a {type(example).__name__}")
         self.ranks = ranks or start_ranks(settings.engine, settings.shard_over)
-        self._started = begun = started(model, start)
+        self._started = begun = started(model, start, self.ranks)
         self.model = begun.model
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
         self._model = self.model if loss is None else Losses(self.model, loss)
         self._optimizer, batch = optimizer, min(privacy.expected_batch, self._n)
         steps = settings.steps or math.ceil((settings.epochs or 1) * self._n / batch)
-        self._rates = rates_of(schedule, optimizer, steps)
+        self._rates = rates = rates_of(schedule, optimizer, steps)
+        if privacy.loss_probes is not None and len({rates(step) for step in range(1, steps + 1)}) > 1:
+            raise PlanError("privacy.loss_probes find the learning rate while training; give schedule= one number")
         folder = RunDir(Path(settings.run_dir))
         self._run = open_run(
             folder, folder.root.name, self.ranks, Keep(settings.keep_checkpoints),
@@ -284,8 +313,6 @@ class PrivateTraining:
         if self._loaded is None and not writer.history.finished:
             self._started.declare(writer, PHASE, self._data)
         for use, name in settings.public.items():
-            if name == settings.dataset:
-                raise PlanError(f"public: {name!r} is what this run protects; name other records")
             writer.declare_public(PHASE, use, hashlib.sha256(name.encode()).hexdigest())
         if not writer.history.finished:
             self._run.enter_log(self._log, NAME, plan)
@@ -315,12 +342,13 @@ class PrivateTraining:
             )
         )
         self._modes = modes_of(self._model)
+        keys = self._run.derive(PHASE, segment, self.done)
         self._phase = PrivatePhase(
-            self.plan, self._model, rule, optimizer, self._run.derive(PHASE, segment, self.done), self.ranks,
-            self._engine_settings, settings.computation, begun_after=segment.from_step,
+            self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine_settings, settings.computation,
+            begun_after=segment.from_step,
             keeps_before=privacy.loss_probes is not None,
         )  # fmt: skip
-        self._unit_key = self._run.derive(PHASE, segment)("augmentation") if self._table is not None else b""
+        self._unit_key = keys("augmentation") if self._table is not None else b""
         self.ranks.on_main(lambda: self._run.remember(self._order))
 
     def _fitting(self, rule: ClipRule) -> int:
@@ -409,7 +437,8 @@ class PrivateTraining:
         if not self._busy.acquire(blocking=False):
             raise LedgerError("another thread is making a step; make one at a time")
         try:
-            return self._one_step(phase, number, self._rates(number) if learning_rate is None else learning_rate)
+            rate = self._rates(number) if learning_rate is None else sound(learning_rate, number)
+            return self._one_step(phase, number, rate)
         finally:
             self._busy.release()
 

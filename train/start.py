@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import digests_of
 
 if TYPE_CHECKING:
     from murmuration.train.recipe.warm_start import WarmStart
 
 SEEDS = (1, 2)
+INNER = "inner."
+"""Before the names of a module's tensors, in the checkpoints of a run whose loss is a function beside it."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +73,31 @@ class Started:
             journal.declare_public(phase, self.use, _digest(self.model.state_dict(), self.why))
 
 
-def started(model: nn.Module | Callable[[], nn.Module], start: str | Path | Public | None) -> Started:
-    made = model if isinstance(model, nn.Module) else _made(model)
+def started(
+    model: nn.Module | Callable[[], nn.Module], start: str | Path | Public | None, ranks: Ranks
+) -> Started:  # fmt: skip
+    if not callable(model):
+        raise RecipeError(f"model= must be a module or a function that makes one, but is a {type(model).__name__}")
+    made = model if isinstance(model, nn.Module) else _made_alike(model, ranks)
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
+    unknown = set(made.state_dict() if isinstance(model, nn.Module) else _same_under_other_seeds(model, made))
+    weights = None
     if start is not None:
         from murmuration.train.recipe.warm_start import WarmStart  # with all models of ours
 
         weights = WarmStart.at(Path(start))
-        _fill(made, weights)
-        return Started(made, weights, use="unknown-weights" if weights.foreign else None)
-    known = not isinstance(model, nn.Module) and not _same_under_other_seeds(model, made)
-    return Started(made, use=None if known else "unknown-weights")
+        unknown -= _fill(made, weights)
+    foreign = bool(unknown) or (weights is not None and weights.foreign)
+    return Started(made, weights, use="unknown-weights" if foreign else None)
+
+
+def _made_alike(make: Callable[[], nn.Module], ranks: Ranks) -> nn.Module:
+    """The same weights on every rank, whose own generators are at different places; the main one's seed decides."""
+    seed = ranks.on_main(lambda: int(torch.randint(2**62, ())))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _made(make)
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:
@@ -107,8 +123,8 @@ def _same_under_other_seeds(make: Callable[[], nn.Module], made: nn.Module) -> l
     ]
 
 
-def _fill(model: nn.Module, weights: WarmStart) -> None:
-    """Takes the tensors by name; all that the model has of the same shape, and at least one."""
+def _fill(model: nn.Module, weights: WarmStart) -> set[str]:
+    """Takes the tensors by name; all that the model has of the same shape, and at least one. Returns their names."""
     from murmuration.train.recipe.warm_start import EXPORTED
     from murmuration.train.storage.checkpoint import Checkpoints
     from murmuration.train.storage.run_dir import RunDir
@@ -123,10 +139,12 @@ def _fill(model: nn.Module, weights: WarmStart) -> None:
             raise RecipeError(f"{weights.path} has no finished checkpoint; name a run that has one")
         state = loaded.weights()
     own = model.state_dict()
+    state = {name if name in own else name.removeprefix(INNER): tensor for name, tensor in state.items()}
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     if not fitting:
         raise RecipeError(f"{weights.path} has no tensor of a name and shape of the model's; start from other weights")
     model.load_state_dict(fitting, strict=False)
+    return set(fitting)
 
 
 def _digest(state: Mapping[str, Tensor], why: str) -> str:

@@ -13,14 +13,20 @@ from murmuration.accounting.errors import InputError
 from murmuration.data.batch.function_reader import Read
 
 
-def as_read(data: Any, records: int | None) -> tuple[Read, int]:
-    """The function, and how many records there are."""
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+def is_dataset(data: Any) -> bool:
+    """A dict or a tensor has len() and [], too, but its rows are no items."""
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping | Tensor | str)
+
+
+def as_read(data: Any, records: int | None, views: int = 1) -> tuple[Read, int]:
+    """The function, and how many records there are. A dataset is asked `views` times for each record of a step."""
+    if is_dataset(data):
         if records not in (None, len(data)):
             raise InputError(f"records = {records}, but the dataset has {len(data)}; leave records out")
 
         def read(number: np.ndarray) -> Mapping[str, Tensor]:
-            return as_inputs(data[int(number[0])])
+            seen = [as_inputs(data[int(number[0])]) for _ in range(views)]
+            return seen[0] if views == 1 else {name: torch.cat([each[name] for each in seen]) for name in seen[0]}
 
         return read, len(data)
     if not callable(data):
@@ -41,5 +47,14 @@ def as_inputs(item: Any) -> dict[str, Tensor]:
     elif isinstance(item, tuple | list):
         named = {str(place): value for place, value in enumerate(item)}
     else:
-        raise TypeError(f"an item must be a dict or a tuple of tensors and numbers, but is a {type(item).__name__}")
-    return {name: torch.as_tensor(value).unsqueeze(0) for name, value in named.items()}
+        raise InputError(f"an item must be a dict or a tuple of tensors and numbers, but is a {type(item).__name__}")
+    found = dict[str, Tensor]()
+    for name, value in named.items():
+        try:
+            found[name] = torch.as_tensor(value).unsqueeze(0)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"an item's {name} is a {type(value).__name__}, of which no tensor can be made; transform it in the "
+                "dataset"
+            ) from None
+    return found

@@ -49,8 +49,9 @@ def settings_of(folder: Path, **changes: Any) -> tuple[Settings, dict[str, Any]]
     )  # fmt: skip
     asked |= changes
     rest = {name: asked.pop(name) for name in sorted(OF_TRAINING & asked.keys())}
+    whole = {"clip": asked.pop("clip")} if isinstance(asked.get("clip"), Clip) else {}
     clip = {theirs: asked.pop(name) for name, theirs in OF_CLIP.items() if name in asked}
-    privacy = {name: asked.pop(name) for name in Privacy.model_fields.keys() & asked.keys()}
+    privacy = {name: asked.pop(name) for name in Privacy.model_fields.keys() & asked.keys()} | whole
     if (bands := asked.pop("bands", None)) is not None:
         privacy["noise"] = BandedNoise(kind="banded", bands=bands)
     given = Privacy(**({"clip": Clip(**clip)} if clip else {}), **privacy)

@@ -27,20 +27,27 @@ def rates_of(
     """None: the rate that a torch.optim optimizer was made with."""
     own = None if isinstance(optimizer, Optimizer) else learning_rate_of(optimizer)
     if isinstance(given, Schedule):
+        if given.warmup_epochs is not None:
+            raise UnfitOptimizerError("a program's schedule counts steps; give warmup instead of warmup_epochs")
         return lambda step: learning_rate(given, steps, step)
     inner: Any = given.func if isinstance(given, partial) else given
     if isinstance(inner, type) and issubclass(inner, LRScheduler):
         return _of_scheduler(given, inner, 1.0 if own is None else own, steps)
-    if not (given is None or isinstance(given, float | int)):
+    if given is not None and not isinstance(given, float | int):
+        if not callable(given) or isinstance(given, type | LRScheduler):
+            raise UnfitOptimizerError(
+                "schedule= must be a number, a function of the step, a murmuration.Schedule, or a class of "
+                f"torch.optim.lr_scheduler (with functools.partial), but is {given!r}"
+            )
         function: Any = given
-        return lambda step: _sound(function(step), step)
+        return lambda step: sound(function(step), step)
     rate = own if given is None else float(given)
     if rate is None:
         raise UnfitOptimizerError(
             "murmuration.Optimizer has no learning rate of its own; give schedule= a number, a function of the step, a "
             "murmuration.Schedule or a torch.optim.lr_scheduler"
         )
-    return lambda step: _sound(rate, step)
+    return lambda step: sound(rate, step)
 
 
 def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:
@@ -49,17 +56,23 @@ def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:
         raise UnfitOptimizerError(
             "ReduceLROnPlateau follows a loss, and that of private records is private; use a schedule of steps"
         )
-    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
-    scheduler, found = make(stand_in), list[float]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the stand-in takes no steps
-        for _ in range(steps):
-            found.append(float(stand_in.param_groups[0]["lr"]))
-            scheduler.step()
-    return lambda step: _sound(found[step - 1], step)
+    stand_in, found = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate), list[float]()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the stand-in takes no steps
+            scheduler = make(stand_in)
+            for _ in range(steps):
+                found.append(float(stand_in.param_groups[0]["lr"]))
+                scheduler.step()
+    except (TypeError, ValueError) as error:
+        raise UnfitOptimizerError(
+            f"{kind.__name__} failed for {steps} steps ({error}); give its settings with functools.partial"
+        ) from None
+    return lambda step: sound(found[step - 1], step)
 
 
-def _sound(rate: float, step: int) -> float:
+def sound(rate: float, step: int) -> float:
+    """The rate, refused if no optimizer could use it."""
     found = float(rate)
     if not (math.isfinite(found) and found >= 0):
         raise UnfitOptimizerError(f"the learning rate of step {step} is {found}; schedule= must give numbers from 0 up")

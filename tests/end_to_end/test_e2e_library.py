@@ -1,0 +1,50 @@
+"""The library's torch optimizers on DeepSpeed and FSDP2 engines of two processes, against one process; torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from murmuration.accounting.certificate.certificate import verify
+from tests.end_to_end.library_worker import ENGINES, OPTIMIZERS, trained
+from tests.support.launching import BIN, ROOT, environment, run_worker
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_worker("library_worker.py", str(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_engine_moves_the_weights_as_one_process_does(tmp_path: Path, results: dict[str, Any], name: str) -> None:
+    expected = trained(tmp_path, stops=(4,), optimizer=OPTIMIZERS[name])
+    for engine in ENGINES:
+        for parameter, weights in results["weights"][f"{engine} {name}"].items():
+            close = torch.allclose(torch.tensor(weights), torch.tensor(expected[parameter]), rtol=1e-5, atol=1e-6)
+            assert close, (engine, parameter)
+
+
+def test_an_optimizer_of_whole_parameters_is_refused_where_ranks_hold_parts(results: dict[str, Any]) -> None:
+    refused = results["refused"]
+    assert refused.pop("zero0") == "", "every rank holds all of them"
+    assert all("Whitened may look at whole parameters, of which ranks hold parts" in said for said in refused.values())
+
+
+def test_ranks_that_began_with_other_weights_train_those_of_the_first(results: dict[str, Any]) -> None:
+    for engine, (one, other) in results["apart"].items():
+        assert one == other, engine
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_the_example_runs_on_two_ranks_by_torchrun(tmp_path: Path, engine: str) -> None:
+    started = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    command = [*started, "-m", "docs.own_model", str(tmp_path / "run"), engine]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = verify(tmp_path / "run")
+    assert verdict.opened == verdict.committed == 100 and 3.9 < verdict.epsilon <= 4
+    assert "step 100/100" in done.stdout
