@@ -7,7 +7,7 @@
     python launch/prepare.py synthetic   make pictures by rule, for phases that are not private
     python launch/prepare.py split       freeze which share of a set is public
 
-Each command lives in launch/prepare_<command>.py and explains itself with --help. Exit codes: 0 done, 2 bad input,
+The first three live in launch/prepare_<command>.py; each explains itself with --help. Exit codes: 0 done, 2 bad input,
 75 records cannot be read now: repair what the message names, and run the command again.
 """
 
@@ -16,31 +16,29 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
-from murmuration.accounting.errors import BAD_INPUT, RunError
+from murmuration.accounting.errors import BAD_INPUT, InputError, RunError
 from murmuration.accounting.escaping import sentence
-from murmuration.launch import (
-    prepare_check,
-    prepare_demo,
-    prepare_index,
-    prepare_pack,
-    prepare_split,
-    prepare_synthetic,
-)
-
-COMMANDS = (prepare_demo, prepare_index, prepare_pack, prepare_check, prepare_synthetic, prepare_split)
+from murmuration.data.progress import Progress
+from murmuration.data.synthetic.kinds import KINDS
+from murmuration.launch import prepare_demo, prepare_index, prepare_pack
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Prepare data for Murmuration.")
     names = parser.add_subparsers(required=True)
-    for command in COMMANDS:
+    for command in (prepare_demo, prepare_index, prepare_pack):
         command.declare(names)
+    _declare_check(names)
+    _declare_synthetic(names)
+    _declare_split(names)
     arguments = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of folders need not be text
@@ -55,6 +53,136 @@ def main(argv: list[str] | None = None) -> int:
         said, code = sentence(f"{where}: {error.strerror or error}; {fix}, then run the command again"), BAD_INPUT
     print(f"prepare.py: {said}", file=sys.stderr)
     return code
+
+
+RECORDS, SAMPLE = 24, 2000
+
+CHECK = """\
+prepare.py check: what the records of a config look like to the trainer, before a run spends anything on them.
+
+    python launch/prepare.py check --config my.json
+
+Of each phase, a sample of records goes through the reader of training. The summary says how many are usable, and why
+the others are not; how many have a picture, a caption and a label; which labels there are; how long captions are, and
+how many are cut. A page shows some of them as the model sees them. All of this is for the owner of the data alone: what
+is chosen by looking at private records (a label map, a vocabulary, a size) is covered by no epsilon.
+"""
+SYNTHETIC = """\
+prepare.py synthetic: pictures made by rule, as indexed tar shards, for phases that are not private.
+
+    python launch/prepare.py synthetic --kind mixed --records 1000000 --size 224 --out textures
+
+The same request gives the same bytes; a command that was stopped continues when it is run again.
+"""
+SPLIT = """\
+prepare.py split: freeze which share of a set is public, once and for all runs on it.
+
+    python launch/prepare.py split data/set --public-fraction 0.1
+
+The first run with data.public_fraction does this by itself. Use this command if that run may not write beside the
+index, or if runs were made before shares were frozen: it is then your word that all of them had this share.
+"""
+
+
+def _declare_check(commands: Any) -> None:
+    check = commands.add_parser("check", help="look at the records of a config as the trainer sees them",
+                                description=CHECK, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    check.set_defaults(run=_check)
+    check.add_argument("--config", type=Path, required=True, help="the config of the training")
+    check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
+    check.add_argument("--phase", metavar="NAME", help="this phase alone (default: all that have records)")
+    check.add_argument(
+        "--records", type=_count, default=RECORDS, metavar="K",
+        help=f"records of each phase on the page (default {RECORDS}; 0: no page)",
+    )  # fmt: skip
+    check.add_argument("--out", type=Path, help="the page (default: NAME-check.html for NAME.json, in this folder)")
+    looked = check.add_mutually_exclusive_group()
+    looked.add_argument(
+        "--sample", type=_count, default=SAMPLE, metavar="N",
+        help=f"records of each phase to look at (default {SAMPLE})",
+    )  # fmt: skip
+    looked.add_argument("--all", action="store_true", help="look at all records")
+    check.add_argument("--workers", type=_count, help="decoding processes (default: one per core but one; 0: none)")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+    return int(text)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from murmuration.train.commands.check import Wanted, check
+
+    out = arguments.out or Path(f"{arguments.config.stem}-check.html")
+    most = None if arguments.all else max(1, arguments.sample)
+    wanted = Wanted(arguments.phase, most, arguments.records, arguments.workers, out)
+    check(arguments.config, arguments.set, wanted)
+    return 0
+
+
+def _declare_synthetic(commands: Any) -> None:
+    synthetic = commands.add_parser("synthetic", help="make pictures by rule", description=SYNTHETIC,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    synthetic.set_defaults(run=_synthetic)
+    synthetic.add_argument("--kind", choices=KINDS, default="mixed", help="`shapes` have captions, the others none")
+    synthetic.add_argument("--records", type=int, required=True, help="how many pictures")
+    synthetic.add_argument("--size", type=int, default=224, help="side of the square pictures, in pixels")
+    synthetic.add_argument("--seed", type=int, default=1, help="another seed gives other pictures")
+    synthetic.add_argument("--per-shard", type=int, default=1000, help="records in one tar file")
+    synthetic.add_argument("--out", type=Path, required=True, help="folder to make")
+    synthetic.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)),
+        help="processes (default: one per core)",
+    )  # fmt: skip
+    synthetic.add_argument("--device", default="cpu", help="cpu, or cuda to make them on a GPU in one process")
+
+
+def _synthetic(arguments: argparse.Namespace) -> int:
+    from murmuration.data.synthetic.write import Request, make
+
+    request = Request(
+        arguments.kind, arguments.records, arguments.size, arguments.seed, arguments.per_shard, arguments.device
+    )
+    workers = arguments.workers if arguments.device == "cpu" else 1
+    index = make(request, arguments.out.resolve(), workers, Progress(arguments.kind, "shards"))
+    print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
+    print(f"manifest {index.manifest_digest}")
+    return 0
+
+
+def _declare_split(commands: Any) -> None:
+    split = commands.add_parser("split", help="freeze which share of a set is public", description=SPLIT,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    split.set_defaults(run=_split)
+    split.add_argument("index", type=Path, help="index, or the folder that it belongs to")
+    split.add_argument("--unit", metavar="NAME", help="cut between units, as configs with this data.unit do")
+    split.add_argument("--public-fraction", type=float, required=True, help="share of them, between 0 and 1")
+
+
+def _split(arguments: argparse.Namespace) -> int:
+    from murmuration.data.index.open import open_index, open_units
+    from murmuration.data.index.public_split import FROZEN, PublicSplit, public_share
+    from murmuration.train.storage.sibling_runs import RunLog
+
+    fraction = arguments.public_fraction
+    if not 0 < fraction < 1:
+        raise InputError(f"--public-fraction {fraction:g}: choose a number between 0 and 1")
+    index = open_index(arguments.index)
+    count = index.records if arguments.unit is None else open_units(index, arguments.unit).count
+    wanted = PublicSplit(count, fraction, arguments.unit)
+    public = public_share(count, fraction, "record" if arguments.unit is None else "unit")
+    wanted.freeze(index.folder)
+    if (found := PublicSplit.frozen(index.folder)) != wanted:
+        assert found is not None
+        raise InputError(
+            f"{index.folder / FROZEN}: frozen with {found.fraction!r} of {found.records} {found.things} already; "
+            "records that one run protects would be public in another"
+        )
+    if runs := RunLog.beside(index.folder).siblings():
+        print(f"{len(runs)} entries are in the log of runs on it; this is your word that all had this share")
+    print(f"{public} of {count} {wanted.things} are public in all runs on {index.folder}, and the rest is not")
+    return 0
 
 
 if __name__ == "__main__":

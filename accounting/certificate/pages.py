@@ -7,6 +7,8 @@ Guarantees": the guarantee, the algorithms, the deployment.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,8 +16,6 @@ from typing import Any, Literal, NamedTuple
 from murmuration.accounting import template
 from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
-from murmuration.accounting.certificate.picture import trade_off_svg
-from murmuration.accounting.certificate.registry import registry_entry
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
 from murmuration.accounting.unit import Unit, contribution_in_words, noun_of
@@ -82,7 +82,10 @@ def _sections(certificate: dict[str, Any]) -> list[Section]:
         Section("Known deviations", [Block("list", certificate["known_deviations"])]),
     ]
     if certificate.get("siblings"):
-        siblings = [_sibling(each) for each in certificate["siblings"]]
+        siblings = [
+            ", ".join(f"{key}: {value}" for key, value in each.items()) if isinstance(each, dict) else str(each)
+            for each in certificate["siblings"]
+        ]
         found.append(Section("Other runs on the same records", [Block("list", siblings), *_composition(certificate)]))
     if certificate["versions"]:
         versions = [["part", "version"], *([name, str(each)] for name, each in certificate["versions"].items())]
@@ -91,7 +94,7 @@ def _sections(certificate: dict[str, Any]) -> list[Section]:
     entry = [
         Block("text", "In the fields of the Differential Privacy Deployments Registry. What only the owner knows is to "
               "be added before it is sent in."),
-        Block("code", _json(registry_entry(certificate)), "json"),
+        Block("code", _unmarked(json.dumps(registry_entry(certificate), indent=2, ensure_ascii=False)) + "\n", "json"),
     ]  # fmt: skip
     found.append(Section("Registry entry", entry))
     check = [
@@ -106,11 +109,12 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     claim = certificate["claim"]
     lines = []
     if claim["epsilon"] is not None:
+        rdp = claim["epsilon_rdp"]
         lines += [
             f"ε = {claim['epsilon_rounded_up']} spent (rounded up) of a budget of {claim['epsilon_budget']:g}, "
             f"δ = {show_delta(claim['delta'])}; by PLD, interval {claim['method']['interval']}",
             f"ε = {claim['epsilon_claimed']} claimed: {claim['claimed_because']}",
-            f"RDP, as a second opinion: {_show(claim['epsilon_rdp'])}",
+            f"RDP, as a second opinion: {f'ε = {rdp:.4f}' if isinstance(rdp, float) else rdp}",
         ]
     about = certificate.get("about") or {}
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
@@ -127,7 +131,10 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
             )
     if certificate.get("model"):
         lines.append(f"model: {certificate['model']}")
-    lines += _dates(certificate.get("dates") or {})
+    dates = certificate.get("dates") or {}
+    starts = [("first", "first_start"), ("last", "last_start")]
+    if started := [f"{name} started on {dates[key]}" for name, key in starts if key in dates]:
+        lines.append(f"date: the run was {', '.join(started)} (UTC)")
     for phase in certificate["phases"]:
         if units := (phase.get("plan") or {}).get("units"):
             added = contribution_in_words(Unit(**units))
@@ -136,28 +143,20 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     return [*lines, f"mechanism: {certificate['mechanism']}"]
 
 
-def _dates(dates: dict[str, Any]) -> list[str]:
-    told = [f"{name} started on {dates[key]}" for name, key in (("first", "first_start"), ("last", "last_start"))
-            if key in dates]  # fmt: skip
-    return [f"date: the run was {', '.join(told)} (UTC)"] if told else []
-
-
 def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:
     rows = [["phase", "private", "n", "C", "q", "σ", "T", "steps opened", "charged (q, σ, count)"]]
     for phase in certificate["phases"]:
-        events = "; ".join(_event(event) for event in phase.get("events", []))
+        events = []
+        for each in phase.get("events", []):
+            times = f"{each['count']} epochs of {each['slots']}" if "slots" in each else each["count"]
+            events.append(f"({each['rate']:.6g}, {each['sigma']:.6g}, {times})")
         plan = phase.get("plan") or {}
         numbers = [plan.get(name, "") for name in ("records", "clip_norm")]
         numbers += [phase.get("sampling_rate", ""), plan.get("noise_multiplier", ""), plan.get("steps", "")]
         shown = [f"{each:.6g}" if isinstance(each, float) else str(each) for each in numbers]
         private = "yes" if phase["private"] else "no"
-        rows.append([phase["name"], private, *shown, str(phase.get("steps_opened", "")), events])
+        rows.append([phase["name"], private, *shown, str(phase.get("steps_opened", "")), "; ".join(events)])
     return rows
-
-
-def _event(event: dict[str, Any]) -> str:
-    times = f"{event['count']} epochs of {event['slots']}" if "slots" in event else event["count"]
-    return f"({event['rate']:.6g}, {event['sigma']:.6g}, {times})"
 
 
 def _meaning(certificate: dict[str, Any]) -> list[str]:
@@ -209,19 +208,16 @@ def _limits(certificate: dict[str, Any]) -> list[Section]:
 def _gaussian(fit: dict[str, Any]) -> str:
     if fit["mu"] is None:
         return "No Gaussian mechanism describes this curve."
+    more = show_delta(fit["delta"]) if fit["delta"] > 0 else "nothing"
     return (
         f"Gaussian differential privacy: μ = {round_up(fit['mu'])}. At every share of false alarms no test finds more "
-        f"than that Gaussian allows, plus {_small(fit['delta'])}; the Gaussian allows up to {percent(fit['gap'])} more "
+        f"than that Gaussian allows, plus {more}; the Gaussian allows up to {percent(fit['gap'])} more "
         "than is proved here, which is the error of the fit."
     )
 
 
 def _bound(found: dict[str, Any]) -> str:
     return f"not proved: {found['reason']}" if found["epsilon"] is None else f"{round_up(found['epsilon'])}"
-
-
-def _small(share: float) -> str:
-    return show_delta(share) if share > 0 else "nothing"
 
 
 def percent_of(share: float) -> str:
@@ -236,6 +232,8 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
         f"ε = {claim['epsilon_claimed']}, δ = {show_delta(delta_of(claim))}"
     )  # fmt: skip
     about = certificate.get("about") or {}
+    floating = any("floating-point" in str(each) for each in certificate["known_deviations"])
+    deviations = "floating point and further" if floating else "known"
     return [
         Block("table", [
             ["the guarantee", ""],
@@ -259,7 +257,7 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["the deployment", ""],
             ["Query model", "non-interactive: one training, whose weights are released"],
             ["Trust model", "central: whoever holds the records, the machine and the run's secret folder is trusted"],
-            ["Implementation and side channels", f"{_first_deviation(certificate)} deviations are listed below; side "
+            ["Implementation and side channels", f"{deviations} deviations are listed below; side "
              "channels of the machine and private logs are not covered, nor are other runs on the same records, which "
              "are listed as far as they are known"],
             ["Data security and access", "the run key lies in the run's secret folder and is destroyed with the final "
@@ -278,11 +276,6 @@ def _people(certificate: dict[str, Any]) -> str:
         return f"what it means for a person with several {several} is not stated, and not in proportion"
     told = ", ".join(f"{each[several]} {several} ε = {round_up(each['epsilon'])}" for each in rows)
     return f"for a person with {told}, at the same δ"
-
-
-def _first_deviation(certificate: dict[str, Any]) -> str:
-    floating = any("floating-point" in str(each) for each in certificate["known_deviations"])
-    return "floating point and further" if floating else "known"
 
 
 def _tuned(certificate: dict[str, Any]) -> str:
@@ -316,34 +309,79 @@ def _composition(certificate: dict[str, Any]) -> list[Block]:
     return [Block("table", rows), Block("text", told)]
 
 
-def _sibling(sibling: Any) -> str:
-    if not isinstance(sibling, dict):
-        return str(sibling)
-    return ", ".join(f"{key}: {value}" for key, value in sibling.items())
-
-
 def model_card(certificate: dict[str, Any]) -> str:
     """YAML that can be pasted into a model card; numbers are rounded to the safe side."""
     claim = certificate["claim"]
     lines = ["differential_privacy:", f"  private: {'true' if claim['private'] else 'false'}"]
     if claim["private"]:
         lines += [f"  epsilon: {claim['epsilon_claimed']}", f"  delta: {show_delta(delta_of(claim))}"]
-        lines += [f"  unit: {_unit_of_card(certificate)}", "  neighbours: zero-out"]
-        lines += ["  accountant: PLD", f"  sampling: {_sampling(certificate)}"]
+        unit = "one record" if noun_of(certificate["unit"]) == "record" else _quoted(certificate["unit"])
+        lines += [f"  unit: {unit}", "  neighbours: zero-out"]
+        plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
+        kinds = {"random allocation" if plan.get("slots", 1) > 1 else "Poisson" for plan in plans}
+        lines += ["  accountant: PLD", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines.append(f"  ledger_head: {certificate['ledger']['head']}")
     return "\n".join(lines) + "\n"
 
 
-def _sampling(certificate: dict[str, Any]) -> str:
-    plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
-    kinds = {"random allocation" if plan.get("slots", 1) > 1 else "Poisson" for plan in plans}
-    return " and ".join(sorted(kinds)) or "Poisson"
+def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
+    """The certificate as an entry of the Differential Privacy Deployments Registry (its fields as of 2025).
 
-
-def _unit_of_card(certificate: dict[str, Any]) -> str:
-    return "one record" if noun_of(certificate["unit"]) == "record" else _quoted(certificate["unit"])
+    The registry (of OpenDP and others) has one document per deployment, which its editors review. This fills in what
+    the run knows; what only its owner knows (intended use, region, release date) is left out and must be added before
+    submission. Numbers are rounded to the safe side.
+    """
+    claim, about = certificate["claim"], certificate.get("about") or {}
+    private = bool(claim["private"])
+    limits = certificate["limits"]
+    steps = limits["holds_for"] if limits else "every step that the ledger opened"
+    product: dict[str, Any] = {"name": certificate["run"], "data_product_type": "Machine learning model"}
+    if about.get("owner"):
+        product["data_curators"] = [about["owner"]]
+    flavor: dict[str, Any] = {
+        "name": "Approximate DP" if private else "none",
+        "input_metric": certificate["adjacency"],
+        "bound_on_input_distance": 1,
+        "unprotected_quantities": "n, sampling rate, clipping norm, noise, number of steps and δ, as public constants",
+    }
+    if about.get("data"):
+        flavor["data_domain"] = about["data"]
+    loss: dict[str, Any] = {
+        "privacy_unit": "Record-level" if noun_of(certificate["unit"]) == "record" else "User-level",
+        "privacy_unit_description": f"{certificate['unit']}; {certificate['adjacency']}",
+    }
+    if private:
+        loss["privacy_parameters"] = {"epsilon": claim["epsilon_claimed"], "delta": float(show_delta(delta_of(claim)))}
+    loss["privacy_parameters_description"] = claim["statement"]
+    return {
+        "deployment": {
+            "product": product,
+            "dp_flavor": flavor,
+            "privacy_loss": loss,
+            "model": {
+                "model_name": "Central",
+                "actors": "The curator holds the records, the machine and the run's secret folder and is trusted. "
+                "Whoever sees what was released is not.",
+                "release_type": "One release",
+                "data_source_type": "Static",
+                "access_type": "Non-interactive",
+            },
+            "accounting": {
+                "post_processing": "Any use of the released weights.",
+                "composition": f"Privacy loss distributions of {steps}; {claim['claimed_because']}.",
+            },
+            "implementation": {
+                "pre_processing_eda_hyperparameter_tuning": "; ".join(
+                    each["statement"] for each in certificate["tuned_on_private_data"]
+                )
+                or "Nothing was declared as chosen by private outputs.",
+                "mechanisms": certificate["mechanism"],
+            },
+            "resources": {"sources": f"Murmuration; ledger head {certificate['ledger']['head']}"},
+        }
+    }
 
 
 def _quoted(text: str) -> str:
@@ -351,14 +389,89 @@ def _quoted(text: str) -> str:
     return _unmarked(json.dumps(text))
 
 
-def _json(value: Any) -> str:
-    return _unmarked(json.dumps(value, indent=2, ensure_ascii=False)) + "\n"
-
-
 def _unmarked(text: str) -> str:
     """JSON with the characters that a page could take for its own markup written as \\u escapes."""
     return "".join(f"\\u{ord(each):04x}" if each in "`<>&" else each for each in text)
 
 
-def _show(value: float | str | None) -> str:
-    return f"ε = {value:.4f}" if isinstance(value, float) else str(value)
+# The trade-off curve as SVG for use inside a page: false alarms on the x axis, records found on the y axis.
+
+Points = Sequence[tuple[float, float]]
+
+WIDTH, HEIGHT = 640, 400
+LEFT, RIGHT, TOP, BOTTOM = 74, 34, 40, 62
+SMALLEST = 1e-6
+BLUE, GREY, ORANGE, INK = "#2563a8", "#8a8f98", "#d9772b", "#1c2530"
+MARKED = (1e-3, 1e-2)
+
+
+def trade_off_svg(proved: Points, by_epsilon_alone: Points) -> str:
+    """Points are shares of false alarms and the most records found: only numbers, so nothing has to be escaped."""
+    inner = [
+        *_axes(),
+        _line([(_shares(step), _shares(step)) for step in range(61)], GREY, 'stroke-dasharray="6 4"'),
+        _line(by_epsilon_alone, ORANGE, 'stroke-dasharray="2 3"'),
+        _line([*proved, (1.0, 1.0)], BLUE, 'stroke-width="2.5"'),
+    ]
+    for alpha, found in proved:
+        if any(math.isclose(alpha, mark) for mark in MARKED):
+            inner.append(f'<circle cx="{_x(alpha):.1f}" cy="{_y(found):.1f}" r="4" fill="{BLUE}"/>')
+            inner.append(_text(_x(alpha) - 6, _y(found) - 8, f"{math.ceil(1000 * found) / 10:.1f} %", "end", BLUE))
+    inner += _legend()
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}">'
+        "<title>Most records that any test finds, at each share of false alarms</title>" + "".join(inner) + "</svg>"
+    )
+
+
+def _axes() -> Iterable[str]:
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    for power in range(round(math.log10(SMALLEST)), 1):
+        x = _x(10.0**power)
+        yield f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#e3e7ec"/>'
+        yield _text(x, bottom + 18, f"{10.0 ** (power + 2):.4f}".rstrip("0").rstrip(".") + " %", "middle")
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = _y(share)
+        yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#e3e7ec"/>'
+        yield _text(LEFT - 8, y + 4, f"{100 * share:.0f} %", "end")
+    yield f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="{INK}"/>'
+    yield _text((LEFT + right) / 2, HEIGHT - 14, "false alarms: share of unused records that are accused", "middle")
+    middle = (TOP + bottom) / 2
+    yield (
+        f'<text x="16" y="{middle:.1f}" text-anchor="middle" transform="rotate(-90 16 {middle:.1f})">'
+        "used records found, at most</text>"
+    )
+
+
+def _legend() -> Iterable[str]:
+    for place, (colour, dash, label) in enumerate((
+        (BLUE, "", "proved for this run"), (ORANGE, "2 3", "from (ε, δ) alone"),
+        (GREY, "6 4", "without the model"),
+    )):  # fmt: skip
+        x, y = LEFT + 185 * place, TOP - 22
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        yield f'<line x1="{x}" y1="{y}" x2="{x + 28}" y2="{y}" stroke="{colour}" stroke-width="2"{dashed}/>'
+        yield _text(x + 35, y + 4, label, "start")
+
+
+def _line(points: Points, colour: str, style: str) -> str:
+    drawn = " ".join(f"{_x(alpha):.1f},{_y(found):.1f}" for alpha, found in points)
+    return f'<polyline points="{drawn}" fill="none" stroke="{colour}" {style}/>'
+
+
+def _text(x: float, y: float, words: str, anchor: str, colour: str = INK) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+
+
+def _shares(step: int) -> float:
+    return SMALLEST ** (1 - step / 60)
+
+
+def _x(share: float) -> float:
+    along = 1 - math.log10(max(share, SMALLEST)) / math.log10(SMALLEST)
+    return LEFT + along * (WIDTH - LEFT - RIGHT)
+
+
+def _y(share: float) -> float:
+    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)

@@ -23,8 +23,7 @@ from murmuration.accounting.certificate.certificate import (
     verify,
 )
 from murmuration.accounting.certificate.limits import BUDGET, DELTAS, GROUPS, SPENT, claimed_events
-from murmuration.accounting.certificate.pages import model_card
-from murmuration.accounting.certificate.registry import registry_entry
+from murmuration.accounting.certificate.pages import model_card, registry_entry
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, gaussian_epsilon

@@ -11,12 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from murmuration.accounting.certificate import certificate, picture
+from murmuration.accounting.certificate import certificate, pages
 from murmuration.accounting.certificate.certificate import html_page, markdown
 from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
-from murmuration.accounting.certificate.pages import percent_of
-from murmuration.accounting.certificate.picture import trade_off_svg
-from murmuration.accounting.certificate.registry import registry_entry
+from murmuration.accounting.certificate.pages import percent_of, registry_entry, trade_off_svg
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.trade_off import GRID, of_point
@@ -64,7 +62,7 @@ def numbers(line: ElementTree.Element) -> list[tuple[float, float]]:
 
 def place(alpha: float, found: float) -> tuple[float, float]:
     """By the ticks of the axes, six decades wide and from 0 to 100 % high."""
-    left, right, top, bottom = picture.LEFT, picture.WIDTH - picture.RIGHT, picture.TOP, picture.HEIGHT - picture.BOTTOM
+    left, right, top, bottom = pages.LEFT, pages.WIDTH - pages.RIGHT, pages.TOP, pages.HEIGHT - pages.BOTTOM
     return (left + (right - left) * max(0.0, (math.log10(alpha) + 6) / 6), bottom - (bottom - top) * found)
 
 
@@ -86,7 +84,7 @@ def test_every_tick_and_word_of_the_picture_is_inside_it_and_says_where_it_is() 
     drawn = ElementTree.fromstring(trade_off_svg(PROVED, ALONE))
     texts = [each for each in drawn.iter() if each.tag.endswith("text")]
     for each in texts:
-        assert 0 < float(each.attrib["x"]) < picture.WIDTH and 0 < float(each.attrib["y"]) < picture.HEIGHT
+        assert 0 < float(each.attrib["x"]) < pages.WIDTH and 0 < float(each.attrib["y"]) < pages.HEIGHT
     ends = {each.text: each for each in texts}
     for share in (0, 25, 50, 75, 100):
         label = ends[f"{share} %"]

@@ -15,8 +15,7 @@ from dp_accounting.pld import PLDAccountant
 
 from murmuration.accounting.certificate.certificate import CertificateError, html_page, markdown, verify
 from murmuration.accounting.certificate.composition import composed, known_runs
-from murmuration.accounting.certificate.pages import model_card
-from murmuration.accounting.certificate.registry import registry_entry
+from murmuration.accounting.certificate.pages import model_card, registry_entry
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.chain import LedgerError

@@ -15,7 +15,7 @@ from murmuration.contrib.four_way import VARIANTS, Study, _one, first_weights, m
 from murmuration.model.build import build
 from murmuration.train.config.root import Config
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
-from murmuration.train.run.evaluation_phase import StillEngine
+from murmuration.train.run.phase import StillEngine
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
 from tests.support import drops_world
 from tests.support.texture_samples import texture_samples

@@ -21,11 +21,9 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
 from murmuration.data.draw.poisson import Draw
-from murmuration.train.audit.audit import charged_claim
+from murmuration.train.audit.audit import Shown, Sightings, WatchedEngine, charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from murmuration.train.audit.checks import Check, check_divisor
-from murmuration.train.audit.shown import Shown
-from murmuration.train.audit.sightings import Sightings, WatchedEngine
 from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule

@@ -28,14 +28,11 @@ from murmuration.train.clip.add_parts_triton import add_parts
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.gram_triton import gram
-from murmuration.train.clip.group_norm_triton import backward as group_norm
-from murmuration.train.clip.layer_norm_triton import backward
 from murmuration.train.clip.norms import KERNEL_PART as PART
 from murmuration.train.clip.per_record import OuterProduct
-from murmuration.train.clip.row_sums_triton import row_sums
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.clip.scale_triton import scale
 from murmuration.train.clip.standardised import Standardisation
+from murmuration.train.clip.triton_kernels import group_norm_backward, layer_norm_backward, row_sums, scale
 from tests.support.parity_cases import CASES
 from tests.support.train_helpers import SHAPE, nano_inputs
 
@@ -168,9 +165,9 @@ def layer_norms() -> list[dict[str, float]]:
         x[2, 0, width - 1] = torch.nan
         mean, inverse = x.mean(2, keepdim=True), x.var(2, keepdim=True).add(1e-5).rsqrt()
         weight = torch.randn(width, generator=draw)
-        below, scale, shift = backward(x, gradient, mean, inverse, weight, 3)
+        below, scale, shift = layer_norm_backward(x, gradient, mean, inverse, weight, 3)
         assert below is not None
-        none, *without = backward(x, gradient, mean, inverse, weight, 3, wanted=False)
+        none, *without = layer_norm_backward(x, gradient, mean, inverse, weight, 3, wanted=False)
         expected = torch.ops.aten.native_layer_norm_backward(
             gradient.double(), x.double(), [width], mean.double(), inverse.double(), weight.double(), None,
             [True, False, False],
@@ -273,8 +270,8 @@ def group_norms() -> list[dict[str, Any]]:
         extent = (3, groups * channels, positions, groups)
         _, mean, inverse = torch.native_group_norm(x.double() + 2, None, None, *extent, 1e-5)
         mean, inverse = (mean - 2).float(), inverse.float()
-        below, scale, shift = group_norm(x, gradient, mean, inverse, weight)
-        none, *without = group_norm(x, gradient, mean, inverse, weight, wanted=False)
+        below, scale, shift = group_norm_backward(x, gradient, mean, inverse, weight)
+        none, *without = group_norm_backward(x, gradient, mean, inverse, weight, wanted=False)
         wide = [each.double() for each in (gradient, x, mean, inverse, weight)]
         expected = torch.ops.aten.native_group_norm_backward(*wide, *extent, [True, False, False])[0]
         normal = (wide[1].view(3, groups, -1) - wide[2].unsqueeze(2)) * wide[3].unsqueeze(2)

@@ -24,7 +24,7 @@ from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
-from murmuration.train.run.evaluation_phase import StillEngine
+from murmuration.train.run.phase import StillEngine
 from murmuration.train.run.report_pictures import SAMPLES, first_usable
 from tests.support.config_base import put
 from tests.support.evaluation_world import COLOURS, class_folders, class_list, shards, tokenizer

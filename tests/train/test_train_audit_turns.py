@@ -14,8 +14,8 @@ from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.plan import Event, PrivacyPlan, threshold_of
 from murmuration.data.draw.allocation import AllocationSampler
+from murmuration.train.audit.audit import scores
 from murmuration.train.audit.checks import check_allocation, check_noise
-from murmuration.train.audit.scores import scores
 from murmuration.train.audit.turns import Group, SeenSegment, Turn, noise_in, pairs_in, turns_of
 
 BANDS, GAIN, EARLIER = 4, 2.5, 10

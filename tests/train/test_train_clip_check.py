@@ -20,7 +20,7 @@ from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.engines.base import modes_of
-from murmuration.train.engines.plain_copy import PlainCopy
+from murmuration.train.engines.forward import PlainCopy
 from murmuration.train.noise.update import UpdateError
 from murmuration.train.self_test.probes import synthetic_batch
 from tests.support.clip_world import FLAT

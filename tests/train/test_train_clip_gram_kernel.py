@@ -288,16 +288,18 @@ def test_what_scales_records_compiles_and_reads_and_writes_many_halves_at_once(m
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from murmuration.train.clip.scale_triton import BLOCK, WARPS, _scale
+    from murmuration.train.clip.triton_kernels import SCALE_BLOCK, SCALE_WARPS, _scale
 
     names: list[str] = _scale.arg_names
-    constants = {"MASKED": masked, "BLOCK": BLOCK}
+    constants = {"MASKED": masked, "BLOCK": SCALE_BLOCK}
     pointers = {"value": "*bf16", "scaled": "*bf16", "factors": "*fp32", "keep": "*i1" if masked else "*bf16"}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name not in constants}
     code = triton.compile(
-        ASTSource(_scale, signature, values, aligned), target=GPUTarget("cuda", 80, 32), options={"num_warps": WARPS}
+        ASTSource(_scale, signature, values, aligned),
+        target=GPUTarget("cuda", 80, 32),
+        options={"num_warps": SCALE_WARPS},
     ).asm["ptx"]
     assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code and ".local" not in code
     assert "mul.f32" in code and "cvt.rn.bf16" in code, "multiplied in fp32, rounded once to the nearest"
@@ -309,10 +311,10 @@ def test_what_sums_an_embedding_s_rows_compiles_to_ordinary_additions() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from murmuration.train.clip.row_sums_triton import AT_ONCE, BLOCK, _sum_rows
+    from murmuration.train.clip.triton_kernels import AT_ONCE, ROW_BLOCK, _sum_rows
 
     names: list[str] = _sum_rows.arg_names
-    constants = {"AT_ONCE": AT_ONCE, "BLOCK": BLOCK}
+    constants = {"AT_ONCE": AT_ONCE, "BLOCK": ROW_BLOCK}
     pointers = {"rows": "*i64", "order": "*i64", "values": "*fp32", "total": "*fp32"}
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
@@ -327,15 +329,17 @@ def test_the_backward_pass_of_a_layer_norm_compiles_without_spilling(wanted: boo
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from murmuration.train.clip.layer_norm_triton import CHUNK, WARPS, _backward, rows_at_once
+    from murmuration.train.clip.triton_kernels import CHUNK, NORM_WARPS, _layer_norm_backward, rows_at_once
 
-    names: list[str] = _backward.arg_names
+    names: list[str] = _layer_norm_backward.arg_names
     constants = {"WANTED": wanted, "CHUNK": CHUNK, "ROWS": rows_at_once(2048), "WIDTH": 2048}
     signature = {name: "constexpr" if name in constants else "*fp32" for name in names}
     signature |= {"tokens": "i32", "width": "i32"}
     values = {(names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
-        ASTSource(_backward, signature, values), target=GPUTarget("cuda", 80, 32), options={"num_warps": WARPS}
+        ASTSource(_layer_norm_backward, signature, values),
+        target=GPUTarget("cuda", 80, 32),
+        options={"num_warps": NORM_WARPS},
     )
     assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED[80]
 
@@ -364,12 +368,12 @@ def test_the_backward_pass_of_a_group_norm_compiles_without_spilling(
     channels: int, positions: int, wanted: bool
 ) -> None:
     """At the first and the last stage of a ResNet-50."""
-    from murmuration.train.clip.group_norm_triton import WARPS, _backward, tile
+    from murmuration.train.clip.triton_kernels import NORM_WARPS, _group_norm_backward, tile
 
     at_once, along = tile(channels, positions)
     constants = {"WANTED": wanted, "CHANNELS": at_once, "POSITIONS": along}
     pointers = ("x", "gradient", "mean", "inverse", "weight", "below", "scale", "shift")
-    compiled = compiled_as(_backward, constants, dict.fromkeys(pointers, "*fp32"), WARPS)
+    compiled = compiled_as(_group_norm_backward, constants, dict.fromkeys(pointers, "*fp32"), NORM_WARPS)
     assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED[80]
 
 

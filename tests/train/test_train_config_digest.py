@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from murmuration.train.config.habits import HABITS
-from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.load import HABITS, ConfigError, load
 from murmuration.train.config.root import Config, json_schema, run_dir_of
 from murmuration.train.recipe.ready_phase import clip_rule, plan_of_phase
 from tests.support.config_base import put, refusal

@@ -17,8 +17,7 @@ from pydantic import BaseModel
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import JsonError, NotJson
 from murmuration.accounting.unit import Unit
-from murmuration.train.config.comments import parse_with_comments
-from murmuration.train.config.load import ConfigError, load
+from murmuration.train.config.load import ConfigError, load, parse_with_comments
 from murmuration.train.config.reference import Reference
 from murmuration.train.config.root import Config, json_schema
 from murmuration.train.planner.micro_batch import _drawn

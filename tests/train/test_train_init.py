@@ -17,9 +17,8 @@ from torch import nn
 from murmuration.data.index.shard_index import build
 from murmuration.launch.init import main
 from murmuration.train.commands.train import main as train
-from murmuration.train.config.comments import parse_with_comments
 from murmuration.train.config.data import CheckpointData
-from murmuration.train.config.load import load
+from murmuration.train.config.load import load, parse_with_comments
 from murmuration.train.config.root import Config
 from murmuration.train.recipe.warm_start import WarmStart
 from tests.support.foreign_models import hugging_face, timm_vit

@@ -32,7 +32,7 @@ from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
-from murmuration.train.run.evaluation_phase import StillEngine
+from murmuration.train.run.phase import StillEngine
 from tests.support.brute_force import flat, records_of
 from tests.support.config_base import drop, put
 from tests.support.evaluation_world import evaluate, result, saved

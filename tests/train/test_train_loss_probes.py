@@ -27,7 +27,7 @@ from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.probed_rate import RELEASED, ProbedRate
 from murmuration.train.recipe.ready_phase import plan_of_phase
-from murmuration.train.run.probed_step import probed_rate
+from murmuration.train.run.phase import probed_rate
 from murmuration.train.step import Records
 from tests.support.step_world import KEYS, METRIC_KEY, Stop, journal_at, read
 from tests.support.train_helpers import NOISE_KEY, alone, on_ranks, plan_for, private_engine, toy_batch

@@ -26,8 +26,7 @@ from murmuration.train.noise.update import PlainUpdate
 from murmuration.train.recipe.open_data import open_start
 from murmuration.train.recipe.ready_phase import plan_of_phase, planned_epsilon, with_steps
 from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartError, hand_over
-from murmuration.train.run.evaluation_phase import StillEngine
-from murmuration.train.run.phase import carry_over
+from murmuration.train.run.phase import StillEngine, carry_over
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
 from tests.support.config_base import Change, drop, put
 from tests.support.train_helpers import LocalEngine, Toy, alone, plan_for, toy_batch

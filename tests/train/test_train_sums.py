@@ -22,7 +22,7 @@ from murmuration.train.clip.per_record import (
 )
 from murmuration.train.clip.rule import FACTOR_ROUNDING, RECORDS_AT_ONCE, ClipRule, rounding_allowance, stretches
 from murmuration.train.clip.sums import ExactSums, Float32Sums, OnlyIf, product, products
-from murmuration.train.engines.gradient_injection import GradientInjector
+from murmuration.train.engines.forward import GradientInjector
 from tests.support.train_helpers import on_ranks, plan_for
 
 CPU = torch.device("cpu")

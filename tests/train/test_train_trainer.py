@@ -17,8 +17,8 @@ from murmuration.accounting.plan import Event
 from murmuration.train.config.optimizer import Schedule
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.public.monitor import MonitorReading
-from murmuration.train.run import spent as module
-from murmuration.train.run.spent import Spent
+from murmuration.train.run import phase as module
+from murmuration.train.run.phase import Spent
 from murmuration.train.run.trainer import Saving, Trainer, Watching
 from murmuration.train.step import StepSummary
 from tests.support.acc_world import PLAN, begin, facts, train

@@ -25,10 +25,8 @@ from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch, slot
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.index.units import UnitTable
-from murmuration.train.audit.audit import charged_claim
+from murmuration.train.audit.audit import Shown, Sightings, WatchedEngine, charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, Coordinates, toss
-from murmuration.train.audit.shown import Shown
-from murmuration.train.audit.sightings import Sightings, WatchedEngine
 from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.engine import ClipEngine, Clipped, Precision
 from murmuration.train.clip.rule import ClipRule

@@ -12,8 +12,8 @@ from torch import Tensor
 from murmuration.train.clip.sums import ExactSums
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines import exchange
+from murmuration.train.engines.exchange import WholeSums
 from murmuration.train.engines.shard_map import ShardMapError
-from murmuration.train.engines.whole_sums import WholeSums
 from murmuration.train.noise.update import UpdateError
 from tests.support.train_helpers import on_ranks
 

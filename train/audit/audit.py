@@ -16,13 +16,15 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.special import logsumexp
 from torch import Tensor
 
 from murmuration.accounting.certificate.signature import public_key
@@ -31,6 +33,7 @@ from murmuration.accounting.epsilon.audit_evidence import (
     ACCUSED,
     AuditBound,
     Claim,
+    Evidence,
     collect,
     refuting_share,
 )
@@ -46,22 +49,22 @@ from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
-from murmuration.train.audit.checks import Check, check_allocation, check_divisor, check_sampling
+from murmuration.train.audit.checks import Check, check_allocation, check_divisor, check_noise, check_sampling
 from murmuration.train.audit.result import AuditReport
 from murmuration.train.audit.setup import AuditSetup
-from murmuration.train.audit.shown import Shown
-from murmuration.train.audit.sightings import Sightings, WatchedEngine
-from murmuration.train.audit.turns import SeenSegment
+from murmuration.train.audit.turns import Group, SeenSegment, Turn, noise_in, pairs_in, turns_of
 from murmuration.train.clip.losses import losses_of
 from murmuration.train.clip.rows import of_slots
 from murmuration.train.config.root import Config
 from murmuration.train.core import Computation
-from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.ranks import Ranks, by_copy
+from murmuration.train.distributed.shards import Fragment
 from murmuration.train.distributed.stop import StopRequest
-from murmuration.train.engines.base import evaluating
+from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround, evaluating
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.correlated import CorrelatedNoise
+from murmuration.train.noise.update import Update
 from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
@@ -73,6 +76,12 @@ DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
 SIMULATED = 200
 INPUT_SEED = 9_001
 FAULT, SMALL_FAULT = 0.3, 0.9  # shares of the planned noise; the report says how often an audit would find each
+MOST_PATTERNS = 256
+"""Turns are judged together up to so many patterns in all; beyond that each by itself, which finds no shared draws."""
+ENOUGH = 20
+"""Canaries for each number of a group of turns, from which its noise is measured and not taken from the plan."""
+LEAST_NOISE = 1e-2
+"""The least variance in any direction, as a share of the plan's: what so many canaries cannot tell from none."""
 
 
 def audit(config: Config, planned: AuditSetup, ranks: Ranks) -> AuditReport:
@@ -293,3 +302,153 @@ class Segment:
 def charged_claim(journal: Journal) -> Claim:
     history = journal.history
     return Claim(tuple(history.charged()), history.epsilon(), history.delta())
+
+
+# What the auditor sees: the gradient as it goes to the optimizer, after noise and division, and nothing earlier.
+
+
+class Sightings:
+    """Per step, the released value at each canary's coordinate, and the sum of squares of all released values."""
+
+    def __init__(self, coordinates: Coordinates) -> None:
+        self.coordinates = coordinates
+        self.at_canaries: list[np.ndarray] = []
+        self.squares: list[float] = []
+        self.elements: list[int] = []
+
+    def begin_step(self) -> None:
+        self.at_canaries.append(np.zeros(len(self.coordinates.flat)))
+        self.squares.append(0.0)
+        self.elements.append(0)
+
+    def see(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        for fragment in fragments:
+            released = fragment.of(flat).detach()
+            here, offsets = self.coordinates.within(fragment.parameter, fragment.elements)
+            self.at_canaries[-1][here] += released[torch.from_numpy(offsets).to(released.device)].double().cpu().numpy()
+            self.squares[-1] += float(released.double().square().sum())
+            self.elements[-1] += fragment.length
+
+    def values(self, known: Sequence[np.ndarray], divisor: float, ranks: Ranks, ranks_per_copy: int) -> np.ndarray:
+        """The released values per step and canary, minus what the real records are `known` to have added on each rank
+        in each step."""
+        released = sum(by_copy(ranks.gather(np.array(self.at_canaries)), ranks_per_copy)[0])
+        return np.asarray(released - sum(ranks.gather(np.array(known))) / divisor)
+
+    def sizes_of_noise(self, ranks: Ranks, ranks_per_copy: int) -> tuple[np.ndarray, np.ndarray]:
+        """Per step, the sum of squares of the released values and their number, over the whole model."""
+        parts = by_copy(ranks.gather((np.array(self.squares), np.array(self.elements))), ranks_per_copy)[0]
+        return np.sum([part[0] for part in parts], axis=0), np.sum([part[1] for part in parts], axis=0)
+
+
+class WatchedEngine(EngineAround):
+    """Shows each finished update to a watcher."""
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner)
+        self.watcher: Sightings | None = None
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        if self.watcher is None:
+            return self.inner.update(update, learning_rate)
+        self.watcher.begin_step()
+        return self.inner.update(_Watched(update, self.watcher), learning_rate)
+
+
+class _Watched:
+    def __init__(self, inner: Update, sightings: Sightings) -> None:
+        self.inner, self.sightings = inner, sightings
+
+    @property
+    def elements(self) -> int:
+        return self.inner.elements
+
+    def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        self.inner.finish(flat, fragments)
+        self.sightings.see(flat, fragments)
+
+
+# What a run with canaries shows, put together: the guesses, the pairs, and whether steps share draws of noise.
+#
+# Why the guesses bound epsilon, whatever the mechanism: the coin of a canary decides between a record and a blank in
+# its place, which are the neighbours of the definition. All else that decides a score is what was released, without the
+# real records' part, and public numbers. The real records, and which steps they took part in, may be fixed: under
+# Poisson sampling they are drawn independently of the canary, and the proofs for blocks of correlated noise and for
+# random allocation (docs/privacy.md) hold for each way in which the others are drawn. So a run that keeps its claim
+# makes many right guesses as rarely as `audit_bound` and `audit_curve` say, if no score looks at a coin or at who was
+# drawn.
+
+
+@dataclass(frozen=True)
+class Shown:
+    evidence: Evidence
+    noise: Check | None = None
+    groups: Sequence[Group] = ()
+    gain: float = 0.0
+    """What one participation adds to a released number."""
+    deviation: float = 0.0
+    """The planned one of a draw of noise, in the same unit."""
+
+    def scored(self, included: np.ndarray, draw: np.random.Generator, scale: float = 1.0) -> np.ndarray:
+        """The scores that another such run might have shown, whose draws are so many times the planned ones."""
+        groups = [each.simulated(included, self.gain, scale * self.deviation, draw) for each in self.groups]
+        return scores(groups, len(included), self.gain, self.deviation)
+
+    @staticmethod
+    def by(
+        segments: Sequence[SeenSegment], plan: PrivacyPlan, numbers: np.ndarray, included: np.ndarray, bound: float
+    ) -> Shown:
+        """`numbers`: those of the canaries among all records; `bound`: what a canary adds to a sum."""
+        gain, deviation = bound / plan.divisor, plan.noise_std / plan.divisor
+        groups = turns_of(segments, plan, numbers)
+        evidence = collect(scores(groups, len(included), gain, deviation), included, pairs_in(groups))
+        return Shown(evidence, check_noise(noise_in(segments, plan, gain)), groups, gain, deviation)
+
+
+# One score for each canary: how much likelier the numbers of all its turns are if it was in than if it was out.
+#
+# Any function of what was released makes valid guesses; this one is the best there is if the plan is true. Under the
+# plan, a canary that is in moves its turns along one of several patterns, whose chances are public: the score is the
+# logarithm of the mean likelihood ratio over these patterns. Nothing that only the key tells enters, and no coin.
+#
+# The size of the noise and how it hangs together between turns are not taken from the plan, but from the numbers: their
+# second moments over all canaries, less what gains of fair coins add to them. Two segments that share a draw then have
+# a direction without noise, in which a canary that was drawn in only one of them is seen with certainty.
+
+
+def scores(groups: Sequence[Group], canaries: int, gain: float, noise: float) -> np.ndarray:
+    """`gain`: what one participation adds; `noise`: the planned deviation of a draw."""
+    found = np.zeros(canaries)
+    for group in groups:
+        for turns in _judged_together(group.turns):
+            found[group.which] += _log_ratio(turns, gain, noise)
+    return found
+
+
+def _judged_together(turns: Sequence[Turn]) -> list[list[Turn]]:
+    together = 1
+    for turn in turns:
+        together *= len(turn.chances)
+        if together > MOST_PATTERNS:
+            return [[turn] for turn in turns]
+    return [list(turns)] if turns else []
+
+
+def _log_ratio(turns: Sequence[Turn], gain: float, noise: float) -> np.ndarray:
+    values = np.concatenate([turn.values for turn in turns])
+    patterns = gain * np.array([np.concatenate(each) for each in product(*(turn.patterns for turn in turns))])
+    chances = np.array([np.prod(each) for each in product(*(turn.chances for turn in turns))])
+    weights = np.linalg.solve(_covariance(values, patterns, chances, noise), patterns.T)  # [numbers, patterns]
+    exponents = weights.T @ values - 0.5 * np.sum(patterns.T * weights, axis=0)[:, None]
+    return np.asarray(logsumexp(exponents, axis=0, b=chances[:, None]))
+
+
+def _covariance(values: np.ndarray, patterns: np.ndarray, chances: np.ndarray, noise: float) -> np.ndarray:
+    """Covariance of the noise in the turns' numbers."""
+    numbers, canaries = values.shape
+    planned = noise**2
+    if canaries < ENOUGH * numbers:
+        return planned * np.eye(numbers)
+    gains = 0.5 * (patterns.T * chances) @ patterns  # of canaries, half of which are in
+    sizes, directions = np.linalg.eigh(values @ values.T / canaries - gains)
+    return (directions * np.maximum(sizes, LEAST_NOISE * planned)) @ directions.T

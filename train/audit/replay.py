@@ -16,8 +16,10 @@ import json
 import math
 import secrets
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
@@ -43,7 +46,6 @@ from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
-from murmuration.train.audit.replay_sinks import console_to, differing, public_sinks, write_last_pages
 from murmuration.train.audit.setup import audited_phase
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.root import Config
@@ -60,10 +62,12 @@ from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
-from murmuration.train.run.phase import trainer_of, watching_of
-from murmuration.train.run.probed_step import ProbedStep, probed_rate
+from murmuration.train.run.phase import ProbedStep, probed_rate, trainer_of, watching_of
+from murmuration.train.run.report import write_report
+from murmuration.train.run.run import tell_state
 from murmuration.train.run.trainer import Step
 from murmuration.train.step import StepSummary
+from murmuration.train.storage.certify import OF_THIS_TRAINER
 from murmuration.train.storage.checkpoint import Checkpoints, Keep
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir
@@ -279,7 +283,7 @@ class World:
     console: StringIO = field(default_factory=StringIO)
 
     def advance(self) -> None:
-        with console_to(self.console):
+        with redirect_stdout(self.console):
             next(self.steps, None)
 
     @property
@@ -310,7 +314,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
         squares = sum(float((sums[place] - others[place]).square().sum()) for place in sums)
         report.moves.append(math.sqrt(squares) / plan.clip_norm)
     for world in worlds:
-        with console_to(world.console):
+        with redirect_stdout(world.console):
             write_last_pages(world.run)
     sinks = [public_sinks(world.run.folder.root, world.console) for world in worlds]
     for what, pair in (
@@ -461,3 +465,41 @@ def _run(
     digest = config.digest(phase.number, contents)
     journal.begin_segment(phase.number, digest, contents["data"], 0, "first", "replay")
     return run
+
+
+# Everything that a run shows to the public, as bytes: it must be equal in two runs that differ in one record.
+
+OWNERS_ALONE = ("tb/private", "logs/private", "secret")
+RECORD_HEADER, RECORD_FOOTER = 12, 4  # length and checksum before an event, checksum after it
+
+
+def write_last_pages(run: RunContext) -> None:
+    """The report with the certificate in it, and the state for scripts, as they stand after these steps."""
+    history, entries = run.writer.history, run.writer.ledger.entries
+    extra = {"known_deviations": list(OF_THIS_TRAINER), "siblings": [], "hashes": {}}
+    document = certificate.compose(history, entries, extra)
+    write_report(run.folder, run.config, document, [])
+    tell_state(run, status="done")
+    run.board.close()
+
+
+def public_sinks(root: Path, console: StringIO) -> dict[str, bytes]:
+    """By name: the console and every file that is not for the owner alone."""
+    found = {"console": console.getvalue().encode()}
+    for path in sorted(each for each in root.rglob("*") if each.is_file()):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(OWNERS_ALONE):
+            continue
+        content = path.read_bytes()
+        if path.parent.name == "public" and "tfevents" in path.name:
+            # The name contains a process id and a time, and the first event says when the file was opened.
+            (length,) = struct.unpack("<Q", content[:8])
+            name, content = "tb/public", content[RECORD_HEADER + length + RECORD_FOOTER :]
+        elif name == "run_state.json":
+            content = json.dumps(json.loads(content) | {"id": "random"}).encode()
+        found[name] = content
+    return found
+
+
+def differing(first: dict[str, bytes], second: dict[str, bytes]) -> list[str]:
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))

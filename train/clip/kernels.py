@@ -64,28 +64,28 @@ def gram() -> Gram:
 
 @_where_it_runs
 def layer_norm_backward() -> NormBackward:
-    from murmuration.train.clip.layer_norm_triton import backward
+    from murmuration.train.clip.triton_kernels import layer_norm_backward
 
-    return backward
+    return layer_norm_backward
 
 
 @_where_it_runs
 def group_norm_backward() -> NormBackward:
-    from murmuration.train.clip.group_norm_triton import backward
+    from murmuration.train.clip.triton_kernels import group_norm_backward
 
-    return backward
+    return group_norm_backward
 
 
 @_where_it_runs
 def scale() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    from murmuration.train.clip.scale_triton import scale
+    from murmuration.train.clip.triton_kernels import scale
 
     return scale
 
 
 @_where_it_runs
 def row_sums() -> Callable[[Tensor, Tensor, int], Tensor]:
-    from murmuration.train.clip.row_sums_triton import row_sums
+    from murmuration.train.clip.triton_kernels import row_sums
 
     return row_sums
 

@@ -15,9 +15,7 @@ from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
 from murmuration.data.store.place import is_url
 from murmuration.data.text.built_in import is_built_in
-from murmuration.train.config.comments import parse_with_comments
 from murmuration.train.config.data import DATA_SECTIONS
-from murmuration.train.config.habits import HABITS
 from murmuration.train.config.phase import ONE_STEP, PLAIN_DESCENT, STATISTICS
 from murmuration.train.config.privacy import ALL
 from murmuration.train.config.refused import find_refusals, short, without_harmless
@@ -27,8 +25,6 @@ PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes",
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 """Numbers that JSON does not accept, such as `.48` and `1.`"""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
-
-
 HEAD = "head"
 """An objective that stands for classify with trainable statistics."""
 
@@ -160,15 +156,86 @@ def _override(raw: dict[str, Any], text: str) -> None:
         raise ConfigError(f"--set {printable(dotted)}: only keys of an object can be set")
     if (parts[-1] in PATH_KEYS and _is_path(parts[-1], new)) or _names_folder(holder, parts[-1], new):
         new = str(Path.cwd() / new)
-    if parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict):
-        _keep_batch(holder, holder["privacy"].get("expected_batch"))
+    made_public = parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict)
+    if made_public and holder.get("trainable") != STATISTICS and holder.get("objective") != HEAD:
+        # The non-private variant of a recipe keeps its batch size.
+        expected = holder["privacy"].get("expected_batch")
+        holder.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
     holder[parts[-1]] = new
 
 
-def _keep_batch(phase: dict[str, Any], expected: Any) -> None:
-    """The non-private variant of a recipe keeps its batch size."""
-    if phase.get("trainable") != STATISTICS and phase.get("objective") != HEAD:
-        phase.setdefault("batch", round(expected) if isinstance(expected, int | float) else expected)
+# Comments and trailing commas in a config: users of DeepSpeed, which reads its configs by hjson, are used to both.
+#
+# hjson itself is not used here. It takes text without quotes for a string up to the end of its line, so that
+# `"path": shards, "public": true` would be one long path, and what was meant to be said of the data would be gone
+# without a word. Comments and trailing commas are blanked out instead, and the strict parser reads what is left.
+
+_LINE = r"[^\r\n\u2028\u2029]*"  # all that editors show as the end of a line
+_STRING = r'"(?:\\.|[^"\\])*+"?'  # an open one goes on to the end, where the parser will find it
+_COMMENTS = re.compile(rf"({_STRING})|//{_LINE}|\#{_LINE}|/\*.*?\*/|(?P<open>/\*)", re.DOTALL)
+# A comma that follows no value stays, so that it is refused.
+_COMMAS = re.compile(rf"({_STRING}|[\[{{,:]\s*+,)|,(?=\s*+[\]}}])", re.DOTALL)
+_VISIBLE = re.compile(r"[^\n]")
+
+
+def parse_with_comments(content: bytes) -> object:
+    """As `strict_json.parse`, but `//`, `#` and `/* */` begin comments, and a comma may follow the last entry."""
+    try:
+        return parse(content)
+    except NotJson:
+        text = content.decode()
+        plain = _COMMAS.sub(_blank, _COMMENTS.sub(_blank, text))
+        if plain == text:
+            raise
+    return parse(plain)
+
+
+def _blank(found: re.Match[str]) -> str:
+    """Spaces in place of what is left out, so that an error names the right line; strings stay as they are."""
+    if found[1] is not None:
+        return found[1]
+    if "open" in found.re.groupindex and found["open"]:
+        line = found.string.count("\n", 0, found.start()) + 1
+        raise JsonError(f"begins a comment at line {line} that never ends; close it with */")
+    return _VISIBLE.sub(" ", found[0])
+
+
+# Names of other trainers for keys of this config; the message for one names ours.
+_NAMES = {
+    "phases[].schedule.peak": "lr learning_rate base_lr blr peak_lr max_lr warmup_max_lr",
+    "phases[].schedule.warmup": "warmup_steps num_warmup_steps warmup_num_steps warmup_ratio",
+    "phases[].schedule.start": "warmup_min_lr warmup_lr warmup_init_lr",
+    "phases[].schedule.floor": "min_lr lr_min final_lr",
+    "phases[].schedule.warmup_epochs": "warmup_epochs",
+    "phases[].schedule.shape": "lr_scheduler_type lr_scheduler sched",
+    "phases[].privacy.expected_batch": "batch_size logical_batch_size effective_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size micro_batch_size micro_batch physical_batch_size",
+    "phases[].epochs": "epochs num_epochs num_train_epochs max_epochs",
+    "phases[].steps": "steps max_steps num_steps num_training_steps total_num_steps",
+    "phases[].optimizer.params.weight_decay": "weight_decay wd",
+    "phases[].optimizer.params.betas": "betas adam_betas",
+    "phases[].optimizer.params.momentum": "momentum",
+    "phases[].optimizer.params.eps": "adam_epsilon",
+    "phases[].optimizer.type": "optim opt",
+    "phases[].privacy.clip.norm": "max_grad_norm max_per_sample_grad_norm clip_norm clipping_norm l2_norm_clip",
+    "phases[].privacy.noise_multiplier": "noise_multiplier sigma noise_scale",
+    "phases[].privacy.epsilon": "epsilon target_epsilon",
+    "phases[].privacy.delta": "delta target_delta",
+    "model.image_size": "image_size img_size input_size resolution",
+    "model.classes": "num_classes n_classes num_labels nb_classes",
+    "phases[].data.path": "dataset data_path data_dir train_data train_data_dir",
+    "phases[].data.reading.workers": "num_workers dataloader_num_workers workers",
+    "run.precision": "precision mixed_precision dtype torch_dtype",
+    "run.log_every": "logging_steps log_steps log_interval",
+    "model.vocabulary": "vocab_size",
+    "model.text_length": "max_length max_seq_length context_length",
+    "run.dir": "output_dir save_dir log_dir checkpoint_dir",
+    "run.checkpoint_every": "save_steps save_every save_freq checkpoint_freq",
+    "run.keep_checkpoints": "save_total_limit",
+}
+
+HABITS = {name: key for key, names in _NAMES.items() for name in names.split()}
+"""Their name, or one of ours at the wrong place -> our key, from the top of the config."""
 
 
 def _sentence(fault: Any) -> str:

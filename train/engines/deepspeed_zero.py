@@ -39,10 +39,10 @@ from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment, whole_parameters
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, modes_of
 from murmuration.train.engines.deepspeed_cpu import make_ready
+from murmuration.train.engines.exchange import WholeSums
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
-from murmuration.train.engines.whole_sums import WholeSums
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.adam import AdamW, Kernel
 from murmuration.train.optim.base import FlatOptimizer

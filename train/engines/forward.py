@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -13,9 +14,7 @@ from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.base import evaluating
-from murmuration.train.engines.gradient_injection import GradientInjector
 from murmuration.train.engines.micro_batch_graph import CudaRecorder, MicroBatchGraph, Recorder
-from murmuration.train.engines.plain_copy import PlainCopy
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import UpdateError
 
@@ -158,6 +157,100 @@ class PrivateForward(nn.Module):
         assert self.observed is not None, "nothing was accumulated yet"
         seen = self.observed
         return Observation(seen.losses, seen.norms, seen.sensitivity, seen.doubtful)
+
+
+# How a finished sum reaches the sharded engine: as the gradient of a scalar, once per logical step.
+#
+# The engine's own hooks on the parameters fire as after any backward pass, so it reduces and shards the sum as it would
+# an ordinary gradient. There is one tap per module that owns parameters, so that an engine that shards the parameters
+# themselves (ZeRO-3) need not gather those of more than one module at a time.
+
+
+class ModuleInjector(nn.Module):
+    """A scalar zero whose gradient with respect to each of its parameters is that parameter's total, in fp32."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        # In a tuple, so that they are not registered a second time: they belong to the model's own modules.
+        self._taken = tuple(parameters.items())
+
+    @property
+    def taken(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._taken]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._taken)
+
+    def forward(self, totals: Mapping[str, Tensor]) -> Tensor:
+        return _Deferred.apply([totals[name] for name, _ in self._taken], *self.taken)
+
+
+class GradientInjector(nn.Module):
+    """All taps of a model, in the order of its modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        owners: dict[str, dict[str, nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                owners.setdefault(name.rpartition(".")[0], {})[name] = parameter
+        self.taps = nn.ModuleList(ModuleInjector(parameters) for parameters in owners.values())
+
+    def forward(self, totals: Mapping[str, Tensor], turn: int | None = None) -> Tensor:
+        """`turn`: of the modules, the one whose totals alone are handed over; they take turns."""
+        if turn is not None:
+            return self.tap_of(turn)(totals)
+        return torch.stack([tap(totals) for tap in self.taps]).sum()
+
+    def tap_of(self, turn: int) -> ModuleInjector:
+        return self.taps[turn % len(self.taps)]  # pyright: ignore[reportReturnType]
+
+
+class _Deferred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, totals: list[Tensor], *parameters: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.totals = totals
+        return totals[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        del grad_output  # engines scale the loss by their idea of a batch size; a sum is not scaled
+        return None, *(total.to(torch.float32) for total in ctx.totals)
+
+
+class PlainCopy:
+    """An unsharded copy of a model that an engine shards, for comparing with plain autograd.
+
+    It is made before the engine touches the model, without the weights, which are filled in when it is needed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # The memo maps each weight to an empty placeholder: nothing is copied, and shared weights stay shared.
+        memo = {id(p): nn.Parameter(p.detach().new_empty(0), p.requires_grad) for p in model.parameters()}
+        self._empty: nn.Module | None = None
+        try:
+            self._empty = copy.deepcopy(model, memo)  # pyright: ignore[reportArgumentType]
+        except Exception as error:  # a module of the user's own may contain anything
+            self._why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+    def filled(self, weights: Mapping[str, Tensor], modes: Mapping[str, bool], device: torch.device) -> nn.Module:
+        """A new model, which is freed with the last reference to it."""
+        if self._empty is None:
+            raise UpdateError(
+                f"the model cannot be copied ({self._why}), so no gradient can be compared where weights are sharded; "
+                "let copy.deepcopy() copy it, or use an engine that keeps weights whole"
+            )
+        model = copy.deepcopy(self._empty).to(device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.data = weights[name].to(device, parameter.dtype)
+            for name, buffer in model.named_buffers():
+                if name in weights:
+                    buffer.copy_(weights[name])
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)
+        return model
 
 
 class PlainForward(nn.Module):

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
+from murmuration.accounting.epsilon.accountant import epsilon, merge
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
-from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.plan import Event, PrivacyPlan
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
-from murmuration.data.draw.micro_batch import even_width
+from murmuration.data.draw.micro_batch import MicroBatch, even_width
 from murmuration.data.draw.poisson import Sampler
+from murmuration.data.index.contents import forget_cached, require_contents, shards_of, with_sample
+from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.store.place import ShardError
 from murmuration.model.build import build
 from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import select
-from murmuration.train.clip.engine import ClipEngine
+from murmuration.train.clip.engine import ClipEngine, Observation
+from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.optimizer import Carry
 from murmuration.train.config.phase import SolvedHead
 from murmuration.train.config.privacy import Privacy
 from murmuration.train.core import Computation
 from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
-from murmuration.train.engines.base import Engine
+from murmuration.train.distributed.ranks import Ranks, on_all
+from murmuration.train.engines.base import AppliedUpdate, Engine, OptimizerShard
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
+from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.optim.probed_rate import ProbedRate
+from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
+from murmuration.train.recipe.pixels import IMAGENET, in_words
 from murmuration.train.recipe.read_options import public_epochs, rank_plan, reading_options, with_stream_order
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule
 from murmuration.train.recipe.warm_start import hand_over
@@ -43,15 +59,11 @@ from murmuration.train.run.cached_features import FeatureReader, feature_reader
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
 from murmuration.train.run.early_end import Ending
-from murmuration.train.run.evaluation_phase import run_without_steps
-from murmuration.train.run.probed_step import STATE, ProbedStep, probed_rate
 from murmuration.train.run.public_mixing import MixingEngine
-from murmuration.train.run.remade import require_same_records
-from murmuration.train.run.spent import Spent
 from murmuration.train.run.trainer import Saving, Step, Trainer, Watching
 from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.step import PlainStep, Records
-from murmuration.train.storage.checkpoint import Loaded
+from murmuration.train.step import PlainStep, Records, StepSummary
+from murmuration.train.storage.checkpoint import Loaded, Position
 
 
 def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:
@@ -75,7 +87,9 @@ def train_privately(
 ) -> None:  # fmt: skip
     config, number, settings = run.config, phase.number, phase.settings
     done = loaded.position.step if loaded is not None and resumed else 0
-    segment = _segment(run, phase, done)
+    segment = run.ranks.on_main(lambda: segment_of(run, phase, done))
+    if settings.features is not None:  # before missing features are computed
+        require_same_records(run, phase, segment, done, sampler=None)
     derive = run.derive(number, segment, done)
     rule, own = clip_rule(privacy, plan, config.micro_batch), loaded if resumed else None
     rate = probed_rate(phase, plan, own)
@@ -90,15 +104,19 @@ def train_privately(
         )  # fmt: skip
         _note_memory(run, phase, private.forward.kept_from_swap)
         proved = _prove(run, phase, private, segment)
-        if settings.features is None:  # otherwise they were compared before features were computed
+        if settings.features is None:
             require_same_records(run, phase, segment, done, private.core.sampler())
         loader = private.feed(reader, rank_plan(phase, run.ranks, config.micro_batch))
         mixing = None
         if phase.mixed is not None:
             mixing = MixingEngine.of(run, phase, plan.divisor, private.engine, derive("public-order"))
             at_end.callback(mixing.close_public)
+        first_norm = None
+        if plan.adaptive is not None:  # C of the next step, which follows from what was released before it
+            at = (0, None) if own is None else (own.position.step, own.digest)
+            first_norm = run.ranks.on_main(lambda: run.writer.clip_norm_after(number, *at))
         step = private.begin(
-            run.journal, run.stop, mixing=mixing, first_norm=_first_norm(run, phase, plan, own),
+            run.journal, run.stop, mixing=mixing, first_norm=first_norm,
             probes=rate.probes if rate is not None else None,
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
@@ -109,21 +127,6 @@ def train_privately(
             run, phase, followed, private.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader),
             rate,
         ).run(done)  # fmt: skip
-
-
-def _first_norm(run: RunContext, phase: ReadyPhase, plan: PrivacyPlan, own: Loaded | None) -> float | None:
-    """C of the next step, where C adapts; `own`: the checkpoint of this phase that it continues from."""
-    if plan.adaptive is None:
-        return None
-    done, digest = (0, None) if own is None else (own.position.step, own.digest)
-    return run.ranks.on_main(lambda: run.writer.clip_norm_after(phase.number, done, digest))
-
-
-def _segment(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
-    found = run.ranks.on_main(lambda: segment_of(run, phase, done))
-    if phase.settings.features is not None:  # before missing features are computed
-        require_same_records(run, phase, found, done, sampler=None)
-    return found
 
 
 def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
@@ -257,6 +260,55 @@ def trainer_of(
     )  # fmt: skip
 
 
+def probed_rate(phase: ReadyPhase, plan: PrivacyPlan, loaded: Loaded | None = None) -> ProbedRate | None:
+    """As the phase's own checkpoint has it, or as a phase begins; None where learning rates are the schedule's."""
+    if (privacy := phase.settings.privacy) is None:
+        return None
+    return ProbedRate.of(privacy.loss_probes, plan, None if loaded is None else loaded.manifest.get(STATE))
+
+
+class ProbedStep:
+    """A step whose learning rate follows probes of the loss (`privacy.loss_probes`)."""
+
+    def __init__(self, step: Step, rate: ProbedRate) -> None:
+        self.step, self.rate = step, rate
+
+    def run(self, step: int, learning_rate: float) -> StepSummary:
+        """`learning_rate`: the schedule's."""
+        rate = learning_rate * self.rate.factor
+        observed = self.step.run(step, rate)
+        observed.released = self.rate.advance(step, rate, observed.released)
+        return observed
+
+
+class Spent:
+    """The epsilon of a log line: of every step opened so far, without letting the ranks wait for it.
+
+    Composing tens of thousands of steps takes a second or two, in which no rank trains. So the epsilon of the next log
+    line is computed in a thread while the steps up to it run, on the assumption that each is charged like the last one.
+    Where that turns out wrong, it is computed when it is asked for. Called on the main rank, which holds the ledger.
+    """
+
+    def __init__(self, history: Callable[[], History], every: int) -> None:
+        """`every`: how many steps lie between two log lines."""
+        self._history, self._every = history, every
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="epsilon")
+        self._ahead: tuple[list[Event], Future[float]] | None = None
+
+    def __call__(self) -> float:
+        history = self._history()
+        charged = history.charged()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == charged and ahead[1].exception() is None:
+            found = ahead[1].result()
+        else:
+            found = history.epsilon()
+        if (last := history.last_charge()) is not None:
+            expected = merge([*charged, replace(last, count=history.charges_of_next(self._every))])
+            self._ahead = (expected, self._thread.submit(epsilon, expected, history.delta()))
+        return found
+
+
 # The model of a phase: fresh, from its own checkpoint, or with the weights of the phase before; and what is trained.
 
 FIRST_MOMENT = "exp_avg"
@@ -302,3 +354,125 @@ def carry_over(loaded: Loaded, engine: Engine, how: Carry) -> None:
     if how == "second-moment":
         for shard in engine.shards():
             shard.state[FIRST_MOMENT].zero_()
+
+
+def require_same_records(
+    run: RunContext, phase: ReadyPhase, segment: Segment, done: int, sampler: Sampler[Any] | None
+) -> None:
+    """Before steps after the last durable checkpoint are made again: a check that their records have not changed since.
+
+    Raises ShardError on all ranks if one of the shards has changed. How many shards are compared depends on which
+    records were drawn, so that number is not shown. Without a sampler, all shards are compared: missing features may
+    have to be computed from any of them.
+    """
+    ranks, here = run.ranks, (phase.number, segment.number)
+    steps = ranks.on_main(
+        lambda: sorted(
+            {at.step for at in run.writer.history.opened if (at.phase, at.segment) == here and at.step > done}
+        )
+    )
+    cache = phase.reading.cache_dir
+    everyone = np.arange(phase.index.records if sampler is None else 0)
+    drawn: set[int] = set()
+    for step in steps:
+        ids = None if sampler is None else sampler.draw(step).ids
+        if ids is not None and phase.units is not None:
+            # Also those records of a unit that the step did not choose, so that the number of shards tells no more than
+            # which units were drawn.
+            ids = phase.units.records_of_all(ids)
+        drawn.update(shards_of(phase.index, everyone if ids is None else ids))
+        if cache is not None:  # on every rank, because each node has a cache of its own
+            forget = partial(forget_cached, phase.index, ids, Path(cache), ranks.pulse.beat)
+            on_all(ranks, forget, ShardError)
+    shards = ranks.on_main(lambda: with_sample(phase.index, drawn))
+    if not shards:
+        return
+    run.board.say(
+        f"{phase.name}  steps {steps[0]} to {steps[-1]} are made again with the same noise; the shards that they draw "
+        "from are compared with the index first"
+    )
+    own = _share(phase, shards, ranks)
+    on_all(ranks, lambda: require_contents(phase.index, own, ranks.pulse.beat), ShardError)
+
+
+def _share(phase: ReadyPhase, shards: list[int], ranks: Ranks) -> list[int]:
+    """The shards that this rank compares: those that only some nodes hold are left to the ranks that read them. A unit
+    is read on one node, from that node's own copies, so every node compares all of the shards that it holds."""
+    placement, index = phase.placement, phase.index
+    if placement is None:
+        return shards[ranks.rank :: ranks.world]
+    group = next(number for number, members in enumerate(placement.groups) if ranks.rank in members)
+    members = placement.groups[group]
+    read = placement.owners == group if phase.units is None or not isinstance(index, ShardIndex) else index.held()
+    return [shard for shard in shards if read[shard]][members.index(ranks.rank) :: len(members)]
+
+
+# A phase without steps loads weights from a checkpoint, or only measures the weights it is given. It leaves a
+# checkpoint like any phase, so that the next one, a resume and the certificate need not know the difference.
+
+
+class StillEngine:
+    """A model wrapped as an engine that trains nothing, with what evaluation and checkpoints need."""
+
+    partitioned = False
+    trainable_elements = 0
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model.to(device).eval(), device
+        self.shapes: dict[str, torch.Size] = {}
+
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
+        raise UpdateError("a phase without steps was given a micro-batch")
+
+    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
+        raise UpdateError("a phase without steps was asked to update its weights")
+
+    def observe(self) -> Observation:
+        raise UpdateError("a phase without steps has seen no micro-batch")
+
+    def discard(self) -> None:
+        """There is nothing to discard."""
+
+    def shards(self) -> list[OptimizerShard]:
+        return []
+
+    def optimizer_step(self) -> int:
+        return 0
+
+    def set_optimizer_step(self, step: int) -> None:
+        del step
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
+
+    def plain_model(self) -> nn.Module | None:
+        return None
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:
+    """Loads or keeps weights, saves them, and measures them on public records if asked."""
+    ranks = run.ranks
+    ranks.on_main(lambda: declare(run, phase))
+    model = build(phase.shape, phase.settings.objective)
+    if phase.start is not None and isinstance(phase.settings.data, CheckpointData):
+        report = phase.start.fill(model)
+        run.board.say(f"{phase.name}  starts from {phase.start.path.name}\n{report}")
+        if phase.pixels != IMAGENET:
+            run.board.say(f"{phase.name}  pixels are normalised by {in_words(phase.pixels)}")
+    elif loaded is not None:
+        hand_over(loaded.weights(), model)
+    engine = StillEngine(model, ranks.device)
+    measured: dict[str, float] = {}
+    unusable = None
+    if phase.held_out is not None:
+        key = run.derive(phase.number, None)("public-masks")
+        micro_batch = run.config.micro_batch
+        evaluator = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None)
+        measured, unusable = evaluator.measure(), evaluator.news_of_unusable()
+    run.checkpoints.begin(Position(phase.number, 0), engine, 1, ranks.on_main(lambda: header(run, phase)))
+    run.checkpoints.settle(lambda digest: run.writer.checkpointed(phase.number, 0, digest), measured)
+    if measured:
+        run.board.measured(phase.settings, 0, measured, unusable)
