@@ -27,7 +27,8 @@ from murmuration.train.engines.micro_batch_graph import ALIKE, MOST_MISSES, MOST
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.planner.forecast import counted, forecast
 from murmuration.train.planner.memory import GIB, memory
-from murmuration.train.planner.micro_batch import KEY, MOST_ON_PROCESSORS, NAME, largest, on_this_machine, settled
+from murmuration.train.planner.micro_batch import MOST_ON_PROCESSORS, largest, on_this_machine, settled
+from murmuration.train.storage.micro_batch_file import KEY, NAME
 from tests.support.planner_world import CLUSTER, SMALL
 from tests.support.planner_world import config as written
 from tests.support.tape import Tape
