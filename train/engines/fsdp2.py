@@ -139,12 +139,13 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def start_ranks(shard_over: int | None = None) -> Ranks:
-    """Joins the process group that the launcher describes; without a launcher, makes a group of one."""
+    """Joins the process group that the launcher describes, once; without a launcher, makes a group of one."""
     device = describe_process()
     gpu = device if device.type == "cuda" else None
-    dist.init_process_group(
-        "gloo" if gpu is None else "nccl", timeout=timedelta(seconds=COLLECTIVE_SECONDS), device_id=gpu
-    )
+    if not dist.is_initialized():  # a program may open one training after another
+        dist.init_process_group(
+            "gloo" if gpu is None else "nccl", timeout=timedelta(seconds=COLLECTIVE_SECONDS), device_id=gpu
+        )
     require_whole_copies(dist.get_world_size(), shard_over)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
