@@ -287,7 +287,10 @@ class PrivateTraining:
             new_segment=settings.new_segment, record_digests=NAMED,
         )  # fmt: skip
         self._data = _digest_of_name(settings.dataset)
-        self._log = RunLog(()) if settings.registry is None else RunLog((Path(settings.registry) / LOG,))
+        self._log = RunLog(())
+        if settings.registry is not None:
+            Path(settings.registry).mkdir(parents=True, exist_ok=True)
+            self._log = RunLog((Path(settings.registry) / LOG,))
         self.done = self.saved = 0
         self._phase: PrivatePhase | None = None
         self._failed: int | None = None

@@ -118,7 +118,7 @@ def test_phases_with_different_units_are_refused(tmp_path: Path) -> None:
 
 
 def test_units_and_single_records_held_out_do_not_go_together() -> None:
-    with pytest.raises(PlanError, match="held_out measures single records"):
+    with pytest.raises(PlanError, match="the latter measures single records"):
         of_units(held_out=0.1, metrics=(PlannedMetric("accuracy", 1.0, 5.0),))
 
 

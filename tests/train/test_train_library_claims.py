@@ -18,9 +18,9 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PlanError
 from murmuration.data.store.place import ShardError
 from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.config.section import RecipeError
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import UnfitOptimizerError, described
-from murmuration.train.recipe.warm_start import WarmStartError
 from tests.support.own_module import RECORDS, SEED, Regression, X, read, run, training
 
 PEOPLE = [f"p{number * 7 % 20}" for number in range(RECORDS)]
@@ -96,9 +96,9 @@ def test_records_are_known_by_their_name_whatever_is_taken_of_them(tmp_path: Pat
     finished(start, public={"evaluation": "the test set"})
     units = Units("person", PEOPLE, rows=2)
     for number, changes in enumerate([{}, {"records": RECORDS - 1}, {"units": units, "expected_batch": 8}]):
-        with pytest.raises(WarmStartError, match="the very records of this run"):
+        with pytest.raises(RecipeError, match="the very records of this run"):
             finished(tmp_path / str(number), start=start, **changes)
-    with pytest.raises(WarmStartError, match="used records without noise"):
+    with pytest.raises(RecipeError, match="used records without noise"):
         finished(tmp_path / "tested", start=start, dataset="the test set")
 
 

@@ -84,7 +84,7 @@ def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:
                 scheduler.step()
     except (TypeError, ValueError) as error:
         raise UnfitOptimizerError(
-            f"{kind.__name__} failed for {steps} steps ({error}); give its settings with functools.partial"
+            f"schedule=: {kind.__name__} failed for {steps} steps ({error}); give its settings with functools.partial"
         ) from None
     return lambda step: sound(found[step - 1], step)
 
