@@ -280,6 +280,10 @@ class PrivateTraining:
         self._rates = rates = rates_of(schedule, optimizer, steps)
         if privacy.loss_probes is not None and len({rates(step) for step in range(1, steps + 1)}) > 1:
             raise PlanError("privacy.loss_probes find the learning rate while training; give schedule= one number")
+        self._log = RunLog(())
+        if settings.registry is not None:
+            Path(settings.registry).mkdir(parents=True, exist_ok=True)
+            self._log = RunLog((Path(settings.registry) / LOG,))
         folder = RunDir(Path(settings.run_dir))
         self._run = open_run(
             folder, folder.root.name, self.ranks, Keep(settings.keep_checkpoints),
@@ -287,10 +291,6 @@ class PrivateTraining:
             new_segment=settings.new_segment, record_digests=NAMED,
         )  # fmt: skip
         self._data = _digest_of_name(settings.dataset)
-        self._log = RunLog(())
-        if settings.registry is not None:
-            Path(settings.registry).mkdir(parents=True, exist_ok=True)
-            self._log = RunLog((Path(settings.registry) / LOG,))
         self.done = self.saved = 0
         self._phase: PrivatePhase | None = None
         self._failed: int | None = None
@@ -335,7 +335,9 @@ class PrivateTraining:
         if (warning := drowned(plan, weights, settings.privacy.noise_multiplier is None)) is not None:
             self._run.say(f"warning: {warning}")
         writer.declare_plan(PHASE, NAME, plan, describe("pld"))
-        if self._loaded is None and not writer.history.finished:
+        if self._loaded is not None:  # what a checkpoint has comes from there
+            self._started.declare_unsaved(writer, PHASE)
+        elif not writer.history.finished:
             self._started.declare(writer, PHASE, self._data)
             if names := sorted(self._started.unexplained):
                 self._run.say(
@@ -381,6 +383,7 @@ class PrivateTraining:
             begun_after=segment.from_step, keeps_before=privacy.loss_probes is not None,
         )  # fmt: skip
         self._unit_key = keys("augmentation") if self._table is not None else b""
+        self._begun_with = Held.by(self._model)
         self.ranks.on_main(lambda: self._run.remember(self._order))
 
     def _fitting(self, rule: ClipRule) -> int:
@@ -431,6 +434,11 @@ class PrivateTraining:
         phase, run, privacy = self.phase, self._run, self.settings.privacy
         if phase.made is not None:
             raise SelfTestError("prove() has passed already; take the steps")
+        if (changed := self._begun_with.changed(Held.by(self._model))) is not None:
+            raise SelfTestError(
+                f"{changed} changed since the training was opened, so the ledger does not know what it began with; "
+                "give the model as it is to begin"
+            )
         self._kept = before = kept_of_records()
         report = phase.prove(self._synthetic)
         if self._loaded is not None:

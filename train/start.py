@@ -78,6 +78,13 @@ class Started:
         if self.use is not None:
             journal.declare_public(phase, self.use, _digest(self.model.state_dict(), self.why))
 
+    def declare_unsaved(self, journal: Journal, phase: int) -> None:
+        """On the main rank, where a run goes on: buffers that no checkpoint has are whatever the program brings."""
+        saved = self.model.state_dict().keys()
+        unsaved = {name: tensor for name, tensor in _tensors(self.model).items() if name in self.unexplained - saved}
+        if unsaved:
+            journal.declare_public(phase, "unknown-weights", _digest(unsaved, self.why))
+
 
 def started(
     model: nn.Module | Callable[[], nn.Module], start: str | Path | Public | None, ranks: Ranks

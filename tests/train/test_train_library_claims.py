@@ -21,6 +21,7 @@ from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.section import RecipeError
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import UnfitOptimizerError, described
+from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.own_module import RECORDS, SEED, Regression, X, read, run, training
 
 PEOPLE = [f"p{number * 7 % 20}" for number in range(RECORDS)]
@@ -262,3 +263,33 @@ def test_a_run_that_is_logged_does_not_say_that_it_has_no_log(tmp_path: Path) ->
     alone = finished(tmp_path / "alone", registry=tmp_path / "nowhere")
     said = [any("has no log outside" in each for each in told) for told in (logged, alone)]
     assert said == [False, True]
+
+
+class Tabled(nn.Module):
+    """Has a table that no checkpoint keeps."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return ((self.layer(inputs["x"]) + self.table.sum()).squeeze(1) - inputs["y"]).square()
+
+
+def test_a_table_that_comes_with_a_later_start_is_foreign(tmp_path: Path) -> None:
+    for table, steps in ((torch.zeros(3), 1), (torch.tensor([0.3, 0.1, 0.7]), 2)):
+        with training(tmp_path / "run", lambda table=table: Tabled(table)) as found:
+            found.prove()
+            found.step(steps)
+            found.save()
+        history, _ = History.read(tmp_path / "run" / "ledger.jsonl")
+        assert [line.use for line in history.public_uses] == ["unknown-weights"] * (steps - 1)
+
+
+def test_weights_that_are_exchanged_before_the_proof_are_noticed(tmp_path: Path) -> None:
+    with training(tmp_path, lambda: Tabled(torch.zeros(3))) as found:
+        with torch.no_grad():
+            found.model.layer.weight.add_(1)
+        with pytest.raises(SelfTestError, match=r"layer.weight changed since the training was opened"):
+            found.prove()
