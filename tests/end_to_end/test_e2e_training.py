@@ -8,6 +8,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from murmuration.accounting.keys import RunKey, store
 from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.checkpoint import Loaded
 from tests.support import forking
@@ -150,7 +152,8 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     assert uses == ["evaluation"] and "evaluated in phase 'private'" in (out / "certificate.md").read_text()
 
     # A key that occurs anywhere in what would leave: nothing may be written.
-    (run_dir / "secret" / "run.key").write_bytes((out / "model.safetensors").read_bytes()[-32:])
+    key = run_dir / "secret" / "run.key"
+    store(replace(RunKey.fresh(), secret=(out / "model.safetensors").read_bytes()[-32:]), key)
     refused = forking.run([*script, str(tmp_path / "leak")], capture_output=True, text=True, env=environment())
     assert refused.returncode == 2 and "contains the run key" in refused.stderr
     assert not (tmp_path / "leak").exists()

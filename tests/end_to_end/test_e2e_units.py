@@ -23,8 +23,8 @@ from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.train.audit import replay as replaying
 from murmuration.train.config.load import load
-from murmuration.train.core import clipping_engine
 from murmuration.train.engines.local import start_ranks
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.storage.run_dir import whole_lines
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines
@@ -213,7 +213,7 @@ def test_a_replay_finds_rows_that_are_not_a_patient_s(
     replayable: Path, patients: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     if fault == "rows clipped one by one":
-        monkeypatch.setattr(replaying, "clipping_engine", partial(clipping_engine, around_clip=RowByRow))
+        monkeypatch.setattr(replaying, "PrivatePhase", partial(PrivatePhase, around_clip=RowByRow))
     if fault == "rows of half a patient stay":
         monkeypatch.setattr(SlotRows, "records_of", also_in_the_next_slot(SlotRows.records_of))
     everyone = ["phases.0.privacy.expected_batch=100", "phases.0.privacy.epsilon=1e3", "phases.0.privacy.release=[]"]
