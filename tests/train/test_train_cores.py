@@ -218,7 +218,7 @@ def test_all_ranks_say_the_same_where_one_of_them_has_less_room() -> None:
 
 
 def test_memory_that_runs_out_later_in_the_self_test_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from murmuration.train import private
+    from murmuration.train import core as private
 
     engine, clip, _ = private_engine(alone(), plan_for(), False, caption_model())
     core = private.PrivateCore(plan_for(), clip, engine, lambda purpose: b"k" * 32, alone())  # pyright: ignore[reportArgumentType]
