@@ -119,8 +119,8 @@ def test_nothing_private_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert not any(b"7.125" in path.read_bytes() or b"977" in path.read_bytes() for path in kept)
 
 
-@pytest.mark.parametrize("before", ["tb/private/events.out.tfevents.1.host", "logs/private.jsonl"])
-def test_curves_of_an_earlier_start_or_version_are_remembered(tmp_path: Path, before: str) -> None:
+@pytest.mark.parametrize("before", ["tb/private/events.out.tfevents.1.host"])
+def test_curves_of_an_earlier_start_are_remembered(tmp_path: Path, before: str) -> None:
     run_dir = prepared(tmp_path)
     assert not run_dir.has_private_curves()
     (tmp_path / before).write_text("{}")

@@ -260,7 +260,7 @@ def test_a_debug_run_says_so_before_it_prints_an_epsilon(tmp_path: Path, capsys:
 def test_a_run_that_is_logged_does_not_say_that_it_has_no_log(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     logged = finished(tmp_path / "logged", registry=tmp_path / "log")
-    alone = finished(tmp_path / "alone", registry=tmp_path / "nowhere")
+    alone = finished(tmp_path / "alone")
     said = [any("has no log outside" in each for each in told) for told in (logged, alone)]
     assert said == [False, True]
 

@@ -256,7 +256,6 @@ def test_a_run_continues_only_with_the_statistics_that_it_began_with(read: Calla
     assert digest(read(None)) == digest(read("half"))
     plain, named = read(None, start=None), read("imagenet", start=None)
     assert digest(plain) == digest(named) != digest(read("half", start=None))
-    assert "pixels" not in prepare(plain)[0].contents(), "as in runs that began before there was a choice"
 
 
 def test_training_evaluates_the_whole_middle_unless_a_view_is_given(read: Callable[..., Config]) -> None:
