@@ -24,7 +24,6 @@ from murmuration.evaluation.models.subject import Subject
 from murmuration.evaluation.protocols.options import count, natural
 from murmuration.evaluation.protocols.protocol import Protocol, Request
 from murmuration.evaluation.protocols.table import PROTOCOLS
-from murmuration.evaluation.session.public_records import place_of
 from murmuration.train.commands.exits import complain_per_machine, guarded, leave
 
 if TYPE_CHECKING:
@@ -125,6 +124,8 @@ def _baselines() -> tuple[Reader, ...]:
 
 def _checked(arguments: argparse.Namespace) -> Request:
     """Everything that can be refused without torch."""
+    from murmuration.evaluation.session.public_records import place_of  # with NumPy, which --help need not wait for
+
     protocol: Protocol = arguments.protocol
     places = {
         name: place_of(getattr(arguments, option), f"--{option}", arguments.public)

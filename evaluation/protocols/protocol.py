@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from murmuration.evaluation.models.subject import Subject
-from murmuration.evaluation.session.public_records import RecordsPlace
 
 if TYPE_CHECKING:
     from murmuration.data.decode.augment import Augment
     from murmuration.evaluation.models.weights import Reader
+    from murmuration.evaluation.session.public_records import RecordsPlace
     from murmuration.model.settings import NamedPixels, PixelSettings
 
 SCORED = {"test": "data"}
