@@ -201,7 +201,7 @@ def test_a_plan_is_frozen_with_its_epochs_and_older_plans_have_none() -> None:
     for changes, said in (
         ({"slots": 13}, "no more than there are"),
         ({"threshold": 2**31}, "not that of an allocation"),
-        ({"banded": best_banded(4, 12)}, "leave bands"),
+        ({"banded": best_banded(4, 12)}, "do not go together"),
     ):
         with pytest.raises(PlanError, match=said):
             replace(PLAN, **changes)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 from typing import Any, Literal
 
 import pytest
@@ -16,6 +17,7 @@ from murmuration.model.build import build
 from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
+from murmuration.train.clip.losses import uncompiled
 from murmuration.train.clip.opacus import OpacusClip
 from murmuration.train.clip.per_record import Dense, OuterProduct
 from murmuration.train.clip.reference import ReferenceClip
@@ -109,6 +111,35 @@ def test_compiled_parts_run_as_written_while_gradients_are_clipped(how: str) -> 
     assert not counters["frames"]
     model(inputs)
     assert counters["frames"]["ok"] > 0
+    torch._dynamo.reset()
+
+
+def test_one_thread_that_leaves_a_pass_lets_no_compiled_code_into_anothers() -> None:
+    """Nor does the last one leave PyTorch as if a pass were still under way."""
+    torch._dynamo.reset()  # imports it
+    calls = list[str]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *given: calls.append("compiled") or graph(*given)
+
+    doubled = torch.compile(lambda x: 2 * x, backend=backend)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with uncompiled():
+            entered.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(60)
+    with uncompiled():
+        go_on.set()
+        thread.join()
+        doubled(torch.ones(2))
+        assert not calls
+    doubled(torch.ones(2))
+    assert calls == ["compiled"]
     torch._dynamo.reset()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -61,8 +62,32 @@ def isolated(
             raise sentence from error
 
 
-def uncompiled() -> AbstractContextManager[object]:
-    """Disables compiled code, which calls no function that could be watched; the model runs as written instead."""
+_passes_lock = threading.Lock()
+_passes = 0
+"""Passes that are under way in this process."""
+_stance: AbstractContextManager[object] | None = None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Disables compiled code, which calls no function that could be watched; the model runs as written instead.
+
+    PyTorch's stance is one for all threads, and each that leaves it restores what it found. So the first pass takes it
+    and the last one gives it back; otherwise one thread's end would let compiled code into another's pass.
+    """
+    global _passes, _stance
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it would take seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+        yield
+        return
+    with _passes_lock:
+        if not _passes:
+            _stance = torch.compiler.set_stance("force_eager")
+        _passes += 1
+    try:
+        yield
+    finally:
+        with _passes_lock:
+            _passes -= 1
+            if not _passes and _stance is not None:
+                _stance.__exit__(None, None, None)
+                _stance = None
