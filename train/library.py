@@ -1,5 +1,5 @@
-"""Private training as a library: a module and records of one's own, with the same proof, ledger and certificate as a
-recipe.
+"""Private training as a library: your own module and records, with the same proof, ledger and certificate as those of
+a recipe.
 
     settings = murmuration.Settings(
         privacy=murmuration.Privacy(epsilon=4, expected_batch=200), steps=100,
@@ -108,14 +108,14 @@ DEVIATIONS = [
 
 @dataclass(frozen=True)
 class Units:
-    """The unit that is protected, where that is not a record: all records for which `of` has the same value.
+    """The protected unit, where it is not a record: all records for which `of` has the same value.
 
     >>> Units("patient", of=["anna", "ben", "anna"], rows=2)
     Units(by='patient', rows=2, reduce='mean')
     """
 
     by: str
-    """What they have in common, in a word: "patient"."""
+    """The kind of unit, in a word: "patient"."""
     of: Sequence[object] | np.ndarray = field(repr=False)
     """The unit of each record, in the order of their numbers. Private."""
     rows: int = 1
@@ -125,7 +125,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training is asked for, and how and where it runs. `privacy` has the same keys as in a config.
+    """What is trained for, and how and where it runs. `privacy` has the same keys as in a config.
 
     >>> four = Privacy(epsilon=4, expected_batch=200)
     >>> Settings(four, dataset="faces, version 1", run_dir="runs/faces", epochs=3).engine
@@ -137,8 +137,8 @@ class Settings:
 
     privacy: Privacy
     dataset: str
-    """A name and version of the records. Nothing else tells them from others: it is by this name that a run is
-    continued, and that weights are refused which were trained on the same records."""
+    """A name and version of the records, which alone identifies them: a run continues, and weights that were trained on
+    the same records are refused, by this name."""
     run_dir: str | Path
     steps: int | None = None
     epochs: float | None = None
@@ -155,15 +155,15 @@ class Settings:
     keep_checkpoints: int = 2
     log_every: int = 10
     order: str | None = None
-    """With allocation or correlated noise, any text that changes if a record's number does, such as a digest of their
-    names in order. An epoch or a block is gone on with only if it is the same at every opening; without it, every
-    opening begins a new one under new keys, and the one that was broken off stays charged."""
+    """With allocation or correlated noise, any text that changes when the order of the records does, such as a digest
+    of their names in order. An epoch continues only if it is the same at every opening; otherwise every opening begins
+    a new one under new keys, and the interrupted one stays charged."""
     registry: str | Path | None = None
-    """A folder for the log of all runs on these records, which holds them to a budget and lists them in certificates;
-    the same one in all of them."""
+    """A folder for the log of all runs on these records, the same one for all of them: it holds them to a common
+    budget, and certificates list them."""
     public: Mapping[PublicUse, str] = field(default_factory=dict)
-    """What else is used without noise, by the name of its records: {"evaluation": "MNIST test, version 1"}. Your word
-    that nobody's privacy depends on them, which the certificate repeats."""
+    """Names of the records that are used without noise: {"evaluation": "MNIST test, version 1"}. It is your word, which
+    the certificate repeats, that nobody's privacy depends on them."""
     about_data: str | None = None
     about_owner: str | None = None
     keep_key: bool = False
@@ -405,7 +405,7 @@ class PrivateTraining:
         return None if self.settings.order is None else hashlib.sha256(self.settings.order.encode()).hexdigest()
 
     def _why_anew(self) -> str | None:
-        """Why an epoch or a block that was begun is not gone on with: records take part in it once, by number."""
+        """Why an interrupted epoch or block does not continue: records take part in it once, by number."""
         if self.plan.bands > 1 and (self._order is None or self.done % self.plan.bands):
             return "the keys of a block's earlier steps are gone, and later ones need them"
         if self.plan.slots > 1 and (self._order is None or load(self._run.folder.key).order != self._order):
@@ -485,8 +485,8 @@ class PrivateTraining:
             self._busy.release()
 
     def __iter__(self) -> Iterator[int]:
-        """Proves if that was not done, and makes the steps that are left; yields the number of each. Saves, and shows
-        the progress with ε of the budget, as the settings say."""
+        """Runs the self-test if prove() was not called, takes the remaining steps and yields the number of each. Saves
+        and shows progress, with ε spent of the budget, as often as the settings say."""
         if self._phase is None:
             return
         if self.phase.made is None:
