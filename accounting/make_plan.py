@@ -1,4 +1,4 @@
-"""Makes a plan from what was asked for: the numbers that follow from others, and σ where a budget was given instead.
+"""Makes a plan from a request: works out the numbers that follow from others, and σ where only a budget was given.
 
 The config's phases, the library, the planner and audits all make their plans here, so that the same request gives the
 same plan, to the last bit.
@@ -47,22 +47,22 @@ class PlanRequest:
     """What a user decides about one private phase."""
 
     records: int
-    """Or units of several records: whatever is drawn and protected."""
+    """Their number, or that of the units where several records are protected as one."""
     expected_batch: float
     steps: int
     epsilon: float
     delta: float | str | None = None
     noise_multiplier: float | None = None
-    """None: the least that keeps to epsilon."""
+    """None: the smallest that keeps the budget."""
     clip_norm: float = 1.0
     adaptive: AdaptiveRequest | None = None
     sampling: Sampling = "poisson"
     bands: int = 1
     horizon: int | None = None
-    """The steps over which correlated noise adds up least; None: all."""
+    """The number of steps for which correlated noise is optimised; None: all."""
     exact: bool = False
     metrics: tuple[PlannedMetric, ...] = ()
-    """Released besides what adaptive clipping and loss probes need."""
+    """In addition to those that adaptive clipping and loss probes need."""
     loss_probes: tuple[float, float] | None = None
     """Their bound, and the noise on either sum in units of it."""
     held_out: float | None = None

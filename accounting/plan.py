@@ -68,7 +68,7 @@ MECHANISMS = {
     "features": "features that are kept",
     "keep_key": "run.keep_key",
 }
-"""Every option that some other one excludes, in the words of refusals."""
+"""Every option that excludes another one, with its name in refusals."""
 _INDEPENDENT = "the latter needs the same independent noise at all steps"
 _ONE_STEP = "the former is one step over all records, before which there is no model"
 APART = {
@@ -85,7 +85,7 @@ APART = {
     "record took part",
     ("tan", "metrics"): "the former scales the noise of gradients alone",
     ("tan", "adaptive"): "the former scales the noise of gradients alone",
-    ("tan", "until_budget"): "the former stands for a run with a number of steps of its own; give `steps`",
+    ("tan", "until_budget"): "the former simulates a run of a fixed number of steps; give `steps`",
     ("adaptive", "automatic"): "the former moves the one C of flat clipping",
     ("adaptive", "groups"): "the former moves one C for all parameters",
     ("adaptive", "noise_floor"): "the latter subtracts a constant noise, and with the former it changes with C",
@@ -94,7 +94,7 @@ APART = {
     ("units", "held_out"): "the latter measures single records",
     ("units", "features"): "the latter are of single records",
     ("statistics", "units"): "the former adds up single records",
-    ("statistics", "views"): "the former adds up what each record is seen as once",
+    ("statistics", "views"): "the former sees each record once",
     ("statistics", "bands"): _ONE_STEP,
     ("statistics", "allocation"): _ONE_STEP,
     ("statistics", "metrics"): _ONE_STEP,

@@ -1,12 +1,12 @@
 """The core of a private phase: the model in an engine that sums its clipped gradients, and the private step of one plan
-under one set of keys. It knows no config, no run directory and no certificate.
+under one set of keys. It knows no recipe, no run directory and no certificate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -89,9 +89,6 @@ def clipping_engine(
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
 
-GENERATORS = {"aes": AESNoise.generator, "chacha20": ChaChaNoise.generator, "exact": ExactNoise.generator}
-
-
 class PrivateCore:
     """The private step of one plan under one set of keys. `prove` comes before anything else touches the engine."""
 
@@ -101,8 +98,8 @@ class PrivateCore:
     ) -> None:  # fmt: skip
         """`begun_after`: the step after which the segment of the keys begins."""
         self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
-        if noise not in GENERATORS:
-            raise PlanError(f"noise {noise!r} is none of {', '.join(GENERATORS)}")
+        if noise not in (kinds := get_args(NoiseKind)):
+            raise PlanError(f"noise {noise!r} is none of {', '.join(kinds)}")
         if (noise == "exact") != (plan.grid_growth > 0):
             raise PlanError("the noise is exact if and only if the plan charges for its grid (`grid_growth`)")
         self._derive, self._noise, self._begun_after = derive, noise, begun_after
@@ -126,10 +123,6 @@ class PrivateCore:
             return draws
         first = (self._begun_after if begun_after is None else begun_after) + 1
         return CorrelatedNoise(draws, self.plan.banded, first)
-
-    @property
-    def generator(self) -> str:
-        return GENERATORS[self._noise]
 
     def sampler(self) -> PoissonSampler | AllocationSampler:
         keys = self._derive("sampling"), self._derive("sampling-digest")

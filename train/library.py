@@ -1,5 +1,5 @@
-"""Private training as a library: a module and records of one's own, with the same proof, ledger and certificate as a
-recipe.
+"""Private training as a library: your own module and records, with the same proof, ledger and certificate as those of
+a recipe.
 
     settings = murmuration.Settings(
         privacy=murmuration.Privacy(epsilon=4, expected_batch=200), steps=100,
@@ -59,7 +59,7 @@ from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.rates import rates_of, sound
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
-from murmuration.train.private_phase import PrivatePhase
+from murmuration.train.private_phase import PrivatePhase, ProbedStep
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import SyntheticRecords
@@ -74,7 +74,7 @@ from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.micro_batch_file import keep, kept
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
-from murmuration.train.storage.sibling_runs import LOG, RunLog
+from murmuration.train.storage.sibling_runs import RunLog
 
 PHASE, NAME = 0, "training"
 EngineName = Literal["local", "deepspeed", "fsdp2"]
@@ -108,14 +108,14 @@ DEVIATIONS = [
 
 @dataclass(frozen=True)
 class Units:
-    """The unit that is protected, where that is not a record: all records for which `of` has the same value.
+    """The protected unit, where it is not a record: all records for which `of` has the same value.
 
     >>> Units("patient", of=["anna", "ben", "anna"], rows=2)
     Units(by='patient', rows=2, reduce='mean')
     """
 
     by: str
-    """What they have in common, in a word: "patient"."""
+    """The kind of unit, in a word: "patient"."""
     of: Sequence[object] | np.ndarray = field(repr=False)
     """The unit of each record, in the order of their numbers. Private."""
     rows: int = 1
@@ -125,7 +125,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training is asked for, and how and where it runs. `privacy` has the same keys as in a config.
+    """What is trained for, and how and where it runs. `privacy` has the same keys as in a config.
 
     >>> four = Privacy(epsilon=4, expected_batch=200)
     >>> Settings(four, dataset="faces, version 1", run_dir="runs/faces", epochs=3).engine
@@ -137,8 +137,8 @@ class Settings:
 
     privacy: Privacy
     dataset: str
-    """A name and version of the records. Nothing else tells them from others: it is by this name that a run is
-    continued, and that weights are refused which were trained on the same records."""
+    """A name and version of the records, which alone identifies them: a run continues, and weights that were trained on
+    the same records are refused, by this name."""
     run_dir: str | Path
     steps: int | None = None
     epochs: float | None = None
@@ -155,15 +155,15 @@ class Settings:
     keep_checkpoints: int = 2
     log_every: int = 10
     order: str | None = None
-    """With allocation or correlated noise, any text that changes if a record's number does, such as a digest of their
-    names in order. An epoch or a block is gone on with only if it is the same at every opening; without it, every
-    opening begins a new one under new keys, and the one that was broken off stays charged."""
+    """With allocation or correlated noise, any text that changes when the order of the records does, such as a digest
+    of their names in order. An epoch continues only if it is the same at every opening; otherwise every opening begins
+    a new one under new keys, and the interrupted one stays charged."""
     registry: str | Path | None = None
-    """A folder for the log of all runs on these records, which holds them to a budget and lists them in certificates;
-    the same one in all of them."""
+    """A folder for the log of all runs on these records, the same one for all of them: it holds them to a common
+    budget, and certificates list them."""
     public: Mapping[PublicUse, str] = field(default_factory=dict)
-    """What else is used without noise, by the name of its records: {"evaluation": "MNIST test, version 1"}. Your word
-    that nobody's privacy depends on them, which the certificate repeats."""
+    """Names of the records that are used without noise: {"evaluation": "MNIST test, version 1"}. It is your word, which
+    the certificate repeats, that nobody's privacy depends on them."""
     about_data: str | None = None
     about_owner: str | None = None
     keep_key: bool = False
@@ -275,6 +275,8 @@ class PrivateTraining:
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
         self._model = self.model if loss is None else Losses(self.model, loss)
         self._optimizer = optimizer
+        if isinstance(optimizer, Optimizer) and optimizer.params.noise_floor is not None:
+            require_together(privacy.mechanisms | {"noise_floor"})
         batch = float(self._n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
         steps = settings.steps or steps_of(settings.epochs or 1, self._n, batch, privacy.sampling)
         self._rates = rates = rates_of(schedule, optimizer, steps)
@@ -283,7 +285,7 @@ class PrivateTraining:
         self._log = RunLog(())
         if settings.registry is not None:
             Path(settings.registry).mkdir(parents=True, exist_ok=True)
-            self._log = RunLog((Path(settings.registry) / LOG,))
+            self._log = RunLog.beside(Path(settings.registry))
         folder = RunDir(Path(settings.run_dir))
         self._run = open_run(
             folder, folder.root.name, self.ranks, Keep(settings.keep_checkpoints),
@@ -329,8 +331,6 @@ class PrivateTraining:
             plan = make_plan(request, known)
         except (AdaptiveError, BandedError) as error:
             raise PlanError(str(error)) from None
-        floor = isinstance(self._optimizer, Optimizer) and self._optimizer.params.noise_floor is not None
-        require_together(plan.mechanisms | ({"noise_floor"} if floor else set()))
         weights = sum(each.numel() for each in self._model.parameters() if each.requires_grad)
         if (warning := drowned(plan, weights, settings.privacy.noise_multiplier is None)) is not None:
             self._run.say(f"warning: {warning}")
@@ -405,7 +405,7 @@ class PrivateTraining:
         return None if self.settings.order is None else hashlib.sha256(self.settings.order.encode()).hexdigest()
 
     def _why_anew(self) -> str | None:
-        """Why an epoch or a block that was begun is not gone on with: records take part in it once, by number."""
+        """Why an interrupted epoch or block does not continue: records take part in it once, by number."""
         if self.plan.bands > 1 and (self._order is None or self.done % self.plan.bands):
             return "the keys of a block's earlier steps are gone, and later ones need them"
         if self.plan.slots > 1 and (self._order is None or load(self._run.folder.key).order != self._order):
@@ -458,13 +458,10 @@ class PrivateTraining:
         self._bad = BadRecordList(run.folder, self.ranks.rank)
         self._stop = StopRequest(run.folder.stop_file)
         phase.feed(reader)
-        norm = None
-        if self.plan.adaptive is not None:
-            at = None if self._loaded is None else self._loaded.digest
-            norm = self.ranks.on_main(lambda: run.writer.clip_norm_after(PHASE, self.done, at))
         self._probed = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
         phase.begin(
-            run.journal, self._stop, first_norm=norm, probes=None if self._probed is None else self._probed.probes
+            run.journal, self._stop, first_norm=run.first_norm(PHASE, self.plan, self._loaded),
+            probes=None if self._probed is None else self._probed.probes,
         )  # fmt: skip
         self._pace = Pace(self.plan.divisor, public=False, synthetic=report.records_per_second)
         return report
@@ -488,8 +485,8 @@ class PrivateTraining:
             self._busy.release()
 
     def __iter__(self) -> Iterator[int]:
-        """Proves if that was not done, and makes the steps that are left; yields the number of each. Saves, and shows
-        the progress with ε of the budget, as the settings say."""
+        """Runs the self-test if prove() was not called, takes the remaining steps and yields the number of each. Saves
+        and shows progress, with ε spent of the budget, as often as the settings say."""
         if self._phase is None:
             return
         if self.phase.made is None:
@@ -498,8 +495,7 @@ class PrivateTraining:
                 f"self-test passed: σ measured {report.measured_sigma:.3f} (planned {self.plan.noise_multiplier:.3f}), "
                 f"hostile records move the sum by at most {report.largest_hostile:.3f}·C"
             )
-        board = self._board = self._board or Board(self._run.folder, self.ranks.main, self._run.checkpoints.times)
-        steps, every = self.plan.steps, self.settings.log_every
+        board, steps, every = self._open_board(), self.plan.steps, self.settings.log_every
         for number in self.steps():
             released = self.step(number).released
             if released:  # noised and charged; the step's keys are gone, so it is never made again
@@ -528,9 +524,12 @@ class PrivateTraining:
         inner = whole.inner if isinstance(whole, Losses) else whole
         with evaluating(inner), torch.no_grad():
             found = {name: float(value) for name, value in measure(inner).items()}
-        board = self._board = self._board or Board(self._run.folder, self.ranks.main, self._run.checkpoints.times)
-        board.public(NAME, self.done, found)
+        self._open_board().public(NAME, self.done, found)
         return found
+
+    def _open_board(self) -> Board:
+        self._board = self._board or Board(self._run.folder, self.ranks.main, self._run.checkpoints.times)
+        return self._board
 
     def _one_step(self, phase: PrivatePhase, number: int, learning_rate: float) -> StepSummary:
         self._require_sound()
@@ -544,12 +543,8 @@ class PrivateTraining:
         # Until all is done: whatever ends a step in its middle, its noise is never added to a second gradient.
         self._failed = number
         try:
-            if self._probed is None:
-                summary = phase.step(number, learning_rate)
-            else:
-                rate = learning_rate * self._probed.factor
-                summary = phase.step(number, rate)
-                summary.released = self._probed.advance(number, rate, summary.released)
+            step = phase.step if self._probed is None else ProbedStep(phase.step, self._probed).run
+            summary = step(number, learning_rate)
             self._run.burn(number)
         except (Stopped, BudgetSpent):  # nothing reached the weights
             phase.engine.discard()
@@ -628,7 +623,7 @@ class PrivateTraining:
     def _certify(self, newest: Loaded | None) -> certificate.Verdict:
         run, settings = self._run, self.settings
 
-        def describe() -> dict[str, Any]:
+        def extra() -> dict[str, Any]:
             trained = sum(each.numel() for each in self.model.parameters())
             return {
                 "about": {"data": settings.about_data, "owner": settings.about_owner},
@@ -647,7 +642,7 @@ class PrivateTraining:
         stated += [NUMBERS] if self._continued_within() else []
         stated += [f"The initial weights are public because: {self._started.why}"] if self._started.why else []
         certify(
-            run.folder, run.writer, [self._log], describe, lambda: [newest] if newest is not None else [], stated
+            run.folder, run.writer, [self._log], extra, lambda: [newest] if newest is not None else [], stated
         )  # fmt: skip
         if not settings.keep_key:
             destroy(run.folder.key)

@@ -1,6 +1,6 @@
-"""One private phase: plan, model, keys, records, step and saving, put together once.
+"""One private phase: plan, model, keys, records and step, put together once.
 
-Recipes (`run/phase.py`), the library (`library.py`), audits and benchmarks all train by it:
+Recipes (`run/phase.py`), the library (`library.py`), the audit and its replay all train by it:
 
     with PrivatePhase(plan, model, rule, optimizer, keys, ranks, engine) as phase:
         phase.prove(synthetic)              # before anything else touches the engine
@@ -34,6 +34,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
+from murmuration.train.optim.probed_rate import ProbedRate
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
@@ -50,7 +51,7 @@ class PrivatePhase:
         """`number`: of the phase within its run. `begun_after`: the step after which the segment of the keys begins.
         `around_clip`, `around_engine`: what an audit puts around them. `keeps_before`: the weights from before the last
         step are kept, for probes of the loss."""
-        self.plan, self.model, self.rule, self.ranks, self.number = plan, model, rule, ranks, number
+        self.ranks, self.number = ranks, number
         self._settings, self._computation = engine, computation or Computation()
         built = clipping_engine(
             model, rule, optimizer, plan.noise_std / plan.divisor, engine, ranks, self._computation, around_clip,
@@ -128,3 +129,17 @@ class PrivatePhase:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class ProbedStep:
+    """A step whose learning rate follows probes of the loss (`privacy.loss_probes`)."""
+
+    def __init__(self, make: Callable[[int, float], StepSummary], rate: ProbedRate) -> None:
+        self._make, self._rate = make, rate
+
+    def run(self, step: int, learning_rate: float) -> StepSummary:
+        """`learning_rate`: the schedule's."""
+        rate = learning_rate * self._rate.factor
+        summary = self._make(step, rate)
+        summary.released = self._rate.advance(step, rate, summary.released)
+        return summary

@@ -1,10 +1,10 @@
 """Where a library training's initial weights come from, and what that means for its promise.
 
-Weights are made from records too, so a certificate must not read as if they came from nowhere. `start` is a run
-directory or an export, whose ledger says what it promised on which records; or `Public("why")`, a word that the
-certificate repeats; or None for random weights, which is shown, not believed: the function that makes the model is
-called under two seeds, and what does not change between them is no random number. Tensors that were not read from
-`start` are judged in the same way. Whatever else there is, the certificate calls it weights of unknown origin.
+Weights may come from records too, so a certificate must state their origin. `start` is a run directory or an export,
+whose ledger says what it promised on which records; or `Public("why")`, a reason that the certificate repeats; or None
+for random weights. That they are random is tested: the function that makes the model is called under two seeds, and a
+tensor that is the same both times is not random. Tensors that were not read from `start` are tested in the same way.
+For all others the certificate states weights of unknown origin.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 SEEDS = (1, 2)
 INNER = "inner."
-"""Before the names of a module's tensors, in the checkpoints of a run whose loss is a function beside it."""
+"""Prefix of the module's tensor names in checkpoints of runs that were given a `loss` function."""
 
 
 @dataclass(frozen=True)
 class Public:
-    """Initial weights that nobody's privacy depends on, and why; the certificate repeats it.
+    """Initial weights on which nobody's privacy depends, and why; the certificate repeats the reason.
 
     >>> Public("DINOv2, published with arXiv 2304.07193")
     Public(why='DINOv2, published with arXiv 2304.07193')
@@ -54,10 +54,10 @@ class Started:
     model: nn.Module
     weights: WarmStart | None = None
     use: PublicUse | None = None
-    """How the ledger calls weights that no ledger knows."""
+    """What the ledger calls weights that have no ledger of their own; None if there are none."""
     why: str = ""
     unexplained: frozenset[str] = frozenset()
-    """Tensors that are neither shown to be random nor read from where a ledger lies."""
+    """Tensors that neither proved to be random nor were read from a run or export."""
 
     def declare(self, journal: Journal, phase: int, records: str) -> None:
         """On the main rank. `records`: the digest of the records that the phase protects."""
@@ -79,7 +79,7 @@ class Started:
             journal.declare_public(phase, self.use, _digest(self.model.state_dict(), self.why))
 
     def declare_unsaved(self, journal: Journal, phase: int) -> None:
-        """On the main rank, where a run goes on: buffers that no checkpoint has are whatever the program brings."""
+        """On the main rank, where a run goes on: buffers that no checkpoint holds are the program's own."""
         saved = self.model.state_dict().keys()
         unsaved = {name: tensor for name, tensor in _tensors(self.model).items() if name in self.unexplained - saved}
         if unsaved:
@@ -106,7 +106,7 @@ def started(
 
 
 def _made_alike(make: Callable[[], nn.Module], ranks: Ranks) -> nn.Module:
-    """The same weights on every rank, whose own generators are at different places; the main one's seed decides."""
+    """The same weights on every rank: their generators may be in different states, so the main rank draws the seed."""
     seed = ranks.on_main(lambda: int(torch.randint(2**62, ())))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -121,7 +121,7 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) -> set[str]:
-    """The tensors that are neither shown to be random nor simple. Of a module that exists, nothing is shown."""
+    """The tensors that neither proved to be random nor are simple. For a module made beforehand, nothing is proved."""
     found: list[dict[str, Tensor]] = []
     for seed in SEEDS if not isinstance(model, nn.Module) else ():
         with torch.random.fork_rng():
@@ -136,12 +136,12 @@ def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) ->
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that no checkpoint has shape a release, too."""
+    """With the buffers that no checkpoint holds: they shape a release, too."""
     return {**dict(model.named_buffers()), **model.state_dict()}
 
 
 def _simple(tensor: Tensor) -> bool:
-    """Whether all its elements are the same round number, as layers are filled with. A mean of records is not round."""
+    """Whether all elements are one round number, as in freshly made layers. A mean of records is not round."""
     if not tensor.numel() or bool((tensor != tensor.flatten()[:1]).any()):
         return not tensor.numel()
     value = tensor.flatten()[0]

@@ -13,9 +13,9 @@ from murmuration.accounting.unit import noun_of
 ONE_PERCENT, ONE_IN_A_THOUSAND = 0.01, 0.001
 ASSUMPTION = (
     "Noise and draws come from a cipher under a secret key (AES-256-CTR, or for the noise ChaCha20 where the ledger "
-    "names it, unless a deviation names another generator), not from true randomness. The promise is therefore "
-    "computational: it holds against everyone who has neither the key nor a way to tell the cipher's output from true "
-    "randomness. Computers without limits are not covered."
+    "names it), not from true randomness. The promise is therefore computational: it holds against everyone who has "
+    "neither the key nor a way to tell the cipher's output from true randomness. Computers without limits are not "
+    "covered."
 )
 
 

@@ -196,14 +196,12 @@ def _compare(certificate: dict[str, Any], history: History, entries: list[Ledger
         if not _same(found, json.loads(json.dumps(recomputed))):
             raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
     _compare_limits(certificate, expected)
-    _check_other_words(certificate, history, entries, expected["claim"]["epsilon_claimed"])
+    _check_other_words(certificate, history, expected["claim"]["epsilon_claimed"])
     claimed = certificate["claim"]["epsilon"]
     return None if claimed is None else float(claimed)
 
 
-def _check_other_words(
-    certificate: dict[str, Any], history: History, entries: list[LedgerEntry], claimed: float
-) -> None:
+def _check_other_words(certificate: dict[str, Any], history: History, claimed: float) -> None:
     """Checks what is not in the ledger but must not contradict it or the certificate's other parts."""
     for name in ("known_deviations", "siblings"):
         if not isinstance(certificate.get(name, []), list):

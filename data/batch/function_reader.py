@@ -93,7 +93,7 @@ class FunctionReader:
             found[name] = rows.detach().to(like.device, like.dtype)
         return found
 
-    def try_first(self, records: int, step: int = 0) -> None:
+    def try_first(self, records: int) -> None:
         """Before anything is charged: refuses a function that fails for every one of a few records (or units), spread
         over all. Nothing is said of a single one."""
         tried = np.unique(np.linspace(0, records - 1, FIRST).astype(np.int64))

@@ -58,11 +58,11 @@ from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import Update
-from murmuration.train.private_phase import PrivatePhase
+from murmuration.train.private_phase import PrivatePhase, ProbedStep
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
-from murmuration.train.run.phase import ProbedStep, probed_rate, trainer_of, watching_of
+from murmuration.train.run.phase import probed_rate, trainer_of, watching_of
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
 from murmuration.train.run.trainer import Step
@@ -440,7 +440,7 @@ def _world(
         step = Following(real, engine, leader.step, leader.engine)
     watching = watching_of(run, phase, engine, derive, private.clip, plan, real.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
-    probed = step if rate is None else ProbedStep(step, rate)  # outermost: both follow the first training's rate
+    probed = step if rate is None else ProbedStep(step.run, rate)  # outermost: both follow the first training's rate
     trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0)
     return World(run, private, step, noise, trainer.pausing(0))
 

@@ -96,11 +96,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "it has not been shown to keep the weights and their noise together; leave it out",
     ),
     "zero_optimization.zero_quantized_gradients": (_enabled, "quantised gradients change the clipped sum"),
-    "run.noise": (
-        lambda value: value == "philox",
-        "Philox is not a cryptographic generator and was removed; set it to 'chacha20', which is one and also draws on "
-        "the device (a run that began with Philox continues in a new segment)",
-    ),
 }
 
 PHASE_REFUSED: dict[str, str] = {

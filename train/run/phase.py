@@ -47,7 +47,7 @@ from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
-from murmuration.train.private_phase import PrivatePhase
+from murmuration.train.private_phase import PrivatePhase, ProbedStep
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.pixels import IMAGENET, in_words
@@ -62,7 +62,7 @@ from murmuration.train.run.early_end import Ending
 from murmuration.train.run.public_mixing import MixingEngine
 from murmuration.train.run.trainer import Saving, Step, Trainer, Watching
 from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.step import PlainStep, Records, StepSummary
+from murmuration.train.step import PlainStep, Records
 from murmuration.train.storage.checkpoint import Loaded, Position
 
 
@@ -103,7 +103,7 @@ def train_privately(
             )
         )  # fmt: skip
         _note_memory(run, phase, private.forward.kept_from_swap)
-        proved = _prove(run, phase, private, segment)
+        proved = _prove(run, phase, private)
         if settings.features is None:
             require_same_records(run, phase, segment, done, private.core.sampler())
         loader = private.feed(reader, rank_plan(phase, run.ranks, config.micro_batch))
@@ -111,18 +111,14 @@ def train_privately(
         if phase.mixed is not None:
             mixing = MixingEngine.of(run, phase, plan.divisor, private.engine, derive("public-order"))
             at_end.callback(mixing.close_public)
-        first_norm = None
-        if plan.adaptive is not None:  # C of the next step, which follows from what was released before it
-            at = (0, None) if own is None else (own.position.step, own.digest)
-            first_norm = run.ranks.on_main(lambda: run.writer.clip_norm_after(number, *at))
         step = private.begin(
-            run.journal, run.stop, mixing=mixing, first_norm=first_norm,
+            run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, own),
             probes=rate.probes if rate is not None else None,
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
         watching = watching_of(run, phase, private.engine, derive, private.clip, plan, step.norm)
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
-        followed = step if rate is None else ProbedStep(step, rate)
+        followed = step if rate is None else ProbedStep(step.run, rate)
         trainer_of(
             run, phase, followed, private.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader),
             rate,
@@ -211,11 +207,9 @@ def _pace(
     return Pace(records, public, synthetic, feed)
 
 
-def _prove(run: RunContext, phase: ReadyPhase, private: PrivatePhase, segment: Segment) -> float:
+def _prove(run: RunContext, phase: ReadyPhase, private: PrivatePhase) -> float:
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
-    report = private.prove(
-        SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
-    )  # fmt: skip
+    report = private.prove(SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot))
     run.board.say(
         f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
         f"{private.plan.noise_multiplier:.3f}), hostile records move the sum by at most "
@@ -265,20 +259,6 @@ def probed_rate(phase: ReadyPhase, plan: PrivacyPlan, loaded: Loaded | None = No
     if (privacy := phase.settings.privacy) is None:
         return None
     return ProbedRate.of(privacy.loss_probes, plan, None if loaded is None else loaded.manifest.get(STATE))
-
-
-class ProbedStep:
-    """A step whose learning rate follows probes of the loss (`privacy.loss_probes`)."""
-
-    def __init__(self, step: Step, rate: ProbedRate) -> None:
-        self.step, self.rate = step, rate
-
-    def run(self, step: int, learning_rate: float) -> StepSummary:
-        """`learning_rate`: the schedule's."""
-        rate = learning_rate * self.rate.factor
-        observed = self.step.run(step, rate)
-        observed.released = self.rate.advance(step, rate, observed.released)
-        return observed
 
 
 class Spent:

@@ -29,16 +29,19 @@ def require_room(engine: Engine, records: SyntheticRecords, micro_batch: int, ra
 def largest_that_fits(engine: Engine, records: SyntheticRecords, most: int, ranks: Ranks) -> int:
     """A power of two, or `most`; of a GPU, half of its memory is left to what a step needs besides."""
     size = most
-    while size > 1 and not (_fits(engine, records, size, ranks) and _half_is_free(engine.device, ranks)):
+    while size > 1 and not _fits_into_half(engine, records, size, ranks):
         size = 1 << (size - 1).bit_length() - 1
     return size
 
 
-def _half_is_free(device: torch.device, ranks: Ranks) -> bool:
+def _fits_into_half(engine: Engine, records: SyntheticRecords, size: int, ranks: Ranks) -> bool:
+    device = engine.device
     if device.type != "cuda":
-        return True
+        return _fits(engine, records, size, ranks)
+    torch.cuda.reset_peak_memory_stats(device)  # that of a larger size, which did not fit, is no concern
+    if not _fits(engine, records, size, ranks):
+        return False
     most = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     return all(ranks.gather(2 * most <= torch.cuda.get_device_properties(device).total_memory))
 
 

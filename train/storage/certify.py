@@ -65,7 +65,7 @@ def certify(
                 log.claim(history.run_id, claimed)
             if others := known_runs(siblings):
                 document["composition"] = composed(history, entries, claimed, others)
-        document = completed(run_dir, history, document, kept())
+        document = completed(run_dir, document, kept())
     certificate.write(document, run_dir.root)
     return document
 
@@ -103,7 +103,7 @@ def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerE
     return document
 
 
-def completed(run_dir: RunDir, history: History, document: dict[str, Any], kept: list[Loaded]) -> dict[str, Any]:
+def completed(run_dir: RunDir, document: dict[str, Any], kept: list[Loaded]) -> dict[str, Any]:
     """The certificate with the digests of the weights that may be exported, signed."""
     lists = {loaded.position.folder: loaded.tensor_digests() for loaded in kept}
     write_lists(lists, run_dir.root)

@@ -129,6 +129,14 @@ class OpenRun:
         # Within a block the process itself still needs the earlier ones.
         chain.forget(key_chain.forgettable(done, self._together))
 
+    def first_norm(self, phase: int, plan: PrivacyPlan, loaded: Loaded | None) -> float | None:
+        """C of the next step, which follows from what was released before it; None if C does not adapt. `loaded`: the
+        phase's own checkpoint."""
+        if plan.adaptive is None:
+            return None
+        at = (0, None) if loaded is None else (loaded.position.step, loaded.digest)
+        return self.ranks.on_main(lambda: self.writer.clip_norm_after(phase, *at))
+
     def remember(self, order: str | None) -> None:
         """On the main rank, once the segment's chain is in the file: how long the ledger is now, and the `order`."""
         key = load(self.folder.key)
