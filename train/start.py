@@ -131,8 +131,18 @@ def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) ->
         name
         for name, tensor in _tensors(made).items()
         if not _simple(tensor)
-        and not (found and all(name in each for each in found) and not torch.equal(*(each[name] for each in found)))
+        and not (found and all(name in each for each in found) and _drawn(*(each[name] for each in found)))
     }
+
+
+def _drawn(one: Tensor, other: Tensor) -> bool:
+    """Whether all its elements are random numbers, or the 0 and ±1 beside them: a table of weights from elsewhere to
+    which random rows were added is not. Random numbers are equal now and then, the more often the coarser they are."""
+    if one.shape != other.shape or torch.equal(one, other):
+        return False
+    kept = int(((one == other) & (one != 0) & (one != 1) & (one != -1)).sum())
+    spacing = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+    return kept <= 16 * spacing * one.numel() + (2 if one.numel() > 1000 else 0)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

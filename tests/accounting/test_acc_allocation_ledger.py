@@ -14,6 +14,7 @@ from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.composition import total
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
@@ -23,7 +24,7 @@ from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan, slots_for, threshold_of
 from murmuration.accounting.strict_json import parse, read
 from tests.support import acc_world
-from tests.support.acc_world import CONFIG, DATA, begin, certified, rewritten
+from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, rewritten
 
 SLOTS = 4
 PLAN = replace(
@@ -142,7 +143,7 @@ def test_verify_recomputes_it_from_the_ledger_and_finds_a_charge_as_poisson(tmp_
 
     phase["events"] = [{**phase["events"][0], "mechanism": "Poisson-subsampled Gaussian", "count": 12}]
     del phase["events"][0]["slots"]
-    (tmp_path / "certificate.json").write_text(json.dumps(told))
+    (tmp_path / "certificate.json").write_text(json.dumps(signed(told, KEY)))
     with pytest.raises(CertificateError):
         verify(tmp_path)
 

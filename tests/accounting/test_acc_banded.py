@@ -16,6 +16,7 @@ from dp_accounting.pld import PLDAccountant
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.certificate.certificate import CertificateError, verify, write
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
@@ -25,7 +26,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan, threshold_for
 from tests.support import acc_world
-from tests.support.acc_world import CONFIG, DATA, begin, certified, rewritten
+from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, rewritten
 
 BANDS = 4
 MATRIX = best_banded(BANDS, 40)
@@ -263,7 +264,7 @@ def test_verify_recomputes_it_from_the_ledger_and_finds_a_charge_at_the_rate_of_
     assert told["limits"]["replacement"]["epsilon"] > told["claim"]["epsilon"]
 
     phase["events"] = [{**phase["events"][0], "rate": 0.25}]
-    (tmp_path / "certificate.json").write_text(json.dumps(told))
+    (tmp_path / "certificate.json").write_text(json.dumps(signed(told, KEY)))
     with pytest.raises(CertificateError):
         verify(tmp_path)
     write(certificate, tmp_path)

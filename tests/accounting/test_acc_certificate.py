@@ -16,13 +16,14 @@ from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, html_page, markdown, verify
 from murmuration.accounting.certificate.explain import Attacks, explain
 from murmuration.accounting.certificate.pages import model_card
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import epsilon, show_delta
 from murmuration.accounting.epsilon.trade_off import of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.plan import Event
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, certified, document_of, facts, train, whole_run
+from tests.support.acc_world import CONFIG, DATA, KEY, PLAN, begin, certified, document_of, facts, train, whole_run
 
 
 def test_three_files_and_one_claim(tmp_path: Path) -> None:
@@ -63,7 +64,8 @@ def test_no_word_of_it_can_be_improved(tmp_path: Path, where: tuple, value: obje
     for key in where[:-1]:
         place = place[key]
     place[where[-1]] = value
-    (tmp_path / "certificate.json").write_text(json.dumps(document))
+    # Signed again: whoever has the key can say no more than the ledger proves either.
+    (tmp_path / "certificate.json").write_text(json.dumps(signed(document, KEY)))
     with pytest.raises(CertificateError):
         verify(tmp_path)
 
@@ -152,7 +154,7 @@ def test_tuning_is_charged_and_recomputed(tmp_path: Path) -> None:
     without["claim"]["epsilon_claimed"] = document["claim"]["epsilon_rounded_up"]
     document["tuned_on_private_data"][0]["runs"]["mean"] = 2.0
     for edited in (without, document):
-        (tmp_path / "certificate.json").write_text(json.dumps(edited))
+        (tmp_path / "certificate.json").write_text(json.dumps(signed(edited, KEY)))
         with pytest.raises(CertificateError):
             verify(tmp_path)
 

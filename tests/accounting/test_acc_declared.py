@@ -50,8 +50,13 @@ def test_a_run_that_declares_nothing_has_no_such_line(tmp_path: Path) -> None:
              f"{words} phase 'private' (digest {'ab' * 8}) are public by the word of the run's owner")
             for use, words in PUBLIC_USES.items()
         ),
-        (partial(Journal.declare_public, phase=0, use="weights", digest="one"), "public",
-         "may have been trained on the very records"),
+        *(
+            (partial(Journal.declare_public, phase=0, use=use, digest="one"), "public",
+             "may have been trained on the very records")
+            for use in ("weights", "unknown-weights")
+        ),
+        (partial(Journal.declare_public, phase=0, use="unknown-weights", digest="ab" * 32), "public",
+         f"FOREIGN WEIGHTS: phase 'private' began with weights (digest {'ab' * 8})"),
     ],
 )  # fmt: skip
 def test_what_is_declared_is_written_once_and_cannot_be_left_out(

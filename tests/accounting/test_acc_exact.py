@@ -18,6 +18,7 @@ from scipy.special import ndtr
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.attached import CertificateError
 from murmuration.accounting.certificate.pages import html_page
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.statement import DEVIATIONS, EXACT_MECHANISM, MECHANISM
 from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
@@ -27,7 +28,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import GRID_GROWTH, Event, PlannedMetric, PrivacyPlan, fits_grid
 from murmuration.accounting.tan import stand_in
-from tests.support.acc_world import PLAN, begin, certified, document_of, facts, rewritten, whole_run
+from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, facts, rewritten, whole_run
 
 GRID = 2.0**-22
 EXACT_PLAN = replace(PLAN, grid_growth=GRID_GROWTH, steps=3)
@@ -181,7 +182,7 @@ def test_a_certificate_that_calls_other_noise_exact_is_refused(tmp_path: Path) -
         {"mechanism": exact["mechanism"]},
         {"phases": [{**plain["phases"][0], "plan": exact["phases"][0]["plan"]}]},
     ):
-        (tmp_path / "plain" / "certificate.json").write_text(json.dumps(plain | change))
+        (tmp_path / "plain" / "certificate.json").write_text(json.dumps(signed(plain | change, KEY)))
         with pytest.raises(CertificateError):
             certificate.verify(tmp_path / "plain")
 

@@ -24,6 +24,7 @@ from murmuration.accounting.certificate.certificate import (
 )
 from murmuration.accounting.certificate.limits import BUDGET, DELTAS, GROUPS, SPENT, claimed_events
 from murmuration.accounting.certificate.pages import model_card, registry_entry
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, gaussian_epsilon
@@ -32,7 +33,7 @@ from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, train
+from tests.support.acc_world import CONFIG, DATA, KEY, PLAN, begin, document_of, train
 
 # As the demo has them: q = 0.05, 50 steps, epsilon 8 at 1/(2n).
 DEMO = PrivacyPlan(
@@ -103,7 +104,8 @@ def test_no_limit_can_be_improved(
     edited = copy.deepcopy(document)
     change(edited)
     (tmp_path / "ledger.jsonl").write_bytes((folder / "ledger.jsonl").read_bytes())
-    (tmp_path / "certificate.json").write_text(json.dumps(edited))
+    # Signed again: whoever has the key can say no more than the ledger proves either.
+    (tmp_path / "certificate.json").write_text(json.dumps(signed(edited, KEY)))
     with pytest.raises(CertificateError):
         verify(tmp_path)
 

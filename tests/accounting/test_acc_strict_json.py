@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.chain import GENESIS, LedgerError, make_entry
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse, require_shallow
-from tests.support.acc_world import certified, document_of, whole_run
+from tests.support.acc_world import KEY, certified, document_of, whole_run
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "5,000 digits": (b'{"a":' + b"1" * 5000 + b"}", "does not fit in 64 bits"),
@@ -136,7 +137,9 @@ def test_no_type_in_a_certificate_ends_in_anything_but_a_refusal(tmp_path: Path,
     document = json.loads(json.dumps(document))
     for place in places(document):
         for value in WRONG:
-            (tmp_path / "certificate.json").write_text(json.dumps(changed(document, place, value)))
+            wrong = changed(document, place, value)
+            wrong = wrong if place[0] == "signature" else signed(wrong, KEY)  # which is asked for last
+            (tmp_path / "certificate.json").write_text(json.dumps(wrong))
             try:
                 verify(tmp_path)
             except CertificateError as error:

@@ -16,6 +16,7 @@ from dp_accounting.pld import PLDAccountant
 from murmuration.accounting.certificate.certificate import CertificateError, html_page, markdown, verify
 from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.certificate.pages import model_card, registry_entry
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.chain import LedgerError
@@ -24,7 +25,7 @@ from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import ADJACENCY, UNIT, PlanError, PlannedMetric, PrivacyPlan
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, contribution_in_words, unit_in_words
-from tests.support.acc_world import PLAN, begin, certified, document_of, rewritten, whole_run
+from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, rewritten, whole_run
 
 PATIENTS = Unit("patient_id", 4, "mean", "table")
 
@@ -81,7 +82,7 @@ def test_a_certificate_that_names_another_unit_than_the_ledger_is_refused(
     forged = copy.deepcopy(certified(whole_run(tmp_path, plan=plan)))
     for name, value in change.items():
         forged[name] = forged[name] | value if isinstance(value, dict) else value
-    (tmp_path / "certificate.json").write_text(json.dumps(forged))
+    (tmp_path / "certificate.json").write_text(json.dumps(signed(forged, KEY)))
     with pytest.raises(CertificateError):
         verify(tmp_path)
 

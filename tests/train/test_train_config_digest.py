@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from murmuration.train.config.load import HABITS, ConfigError, load
-from murmuration.train.config.root import Config, json_schema, run_dir_of
+from murmuration.train.config.root import OF_NO_RELEASE, Config, json_schema, run_dir_of
 from murmuration.train.recipe.ready_phase import clip_rule, plan_of_phase
 from tests.support.config_base import put, refusal
 
@@ -31,13 +31,27 @@ SHAPES: list[tuple[str, Any]] = [
     ("phases.1.privacy.expected_batch", 21), ("phases.1.privacy.noise_multiplier", 1.6), ("phases.1.steps", 6),
     ("phases.1.privacy.epsilon", 4.0), ("phases.1.privacy.delta", 1e-5), ("model.width", 32), ("model.init_seed", 1),
     ("model.text_length", 9), ("model.mask_ratio", 0.5), ("model.dropout", 0.1), ("train_micro_batch_size_per_gpu", 16),
+    ("phases.1.data.public_fraction", 0.5), ("phases.1.privacy.clip.adaptive", {}),
+    ("phases.1.privacy.release", [{"name": "loss", "bound": 1.0, "noise_multiplier": 9.0}]), ("run.noise", "exact"),
+    ("phases.1.trainable", "bias"),
 ]  # fmt: skip
 SHAPES_NOT: list[tuple[str, Any]] = [
     ("zero_optimization.stage", 2), ("zero_optimization.reduce_bucket_size", 1000), ("run.checkpoint_every", 3),
     ("run.log_every", 1), ("run.keep_checkpoints", 5), ("run.dir", "/elsewhere"), ("run.keep_key", True),
     ("about.cost", "more"), ("phases.1.data.path", "moved"), ("phases.1.data.tokenizer", "moved.json"),
     ("phases.1.evaluation.records", 5), ("steps_per_print", 5), ("run.engine", "fsdp2"),
+    ("phases.1.data.expected_records", 77), ("phases.1.data.reading.workers", 0),
 ]  # fmt: skip
+LEFT_OUT = """
+schema_path about steps_per_print wall_clock_breakdown zero_optimization model.pixels
+data.path data.tokenizer data.classes data.exclude_classes data.reading data.expected_records data.expected_units
+mixing.data.path mixing.data.tokenizer mixing.data.classes mixing.data.exclude_classes mixing.data.reading
+mixing.data.expected_records mixing.data.expected_units features.folder monitor
+evaluation.path evaluation.public evaluation.real evaluation.zero_shot.class_names
+run.engine run.shard_over run.cuda_graph run.compile run.dir run.registry run.witness run.log_every run.private_curves
+run.keep_key run.tuned_on_private_data run.debug_seed run.checkpoint_every run.checkpoint_lag run.keep_checkpoints
+run.keep_every run.keep_best run.stall_seconds run.stop_after_minutes
+""".split()
 
 
 @pytest.mark.parametrize(("key", "value"), SHAPES, ids=[key for key, _ in SHAPES])
@@ -49,6 +63,17 @@ def test_what_shapes_a_release_changes_the_digest(loaded: Callable[..., Config],
 def test_what_does_not_shape_a_release_leaves_the_digest(loaded: Callable[..., Config], key: str, value: Any) -> None:
     changed = loaded(put(key, value))
     assert changed != loaded() and changed.digest(1, CONTENTS) == loaded().digest(1, CONTENTS)
+
+
+def test_the_set_of_what_is_left_out_is_frozen() -> None:
+    """A key more in it could be changed between a step and its replay, which would draw the same noise."""
+
+    def leaves(tree: Any, where: tuple[str, ...] = ()) -> list[str]:
+        if tree is True:
+            return [".".join(where).removeprefix("phases.__all__.")]
+        return [leaf for key, inner in tree.items() for leaf in leaves(inner, (*where, key))]
+
+    assert sorted(leaves(OF_NO_RELEASE)) == sorted(LEFT_OUT)
 
 
 def test_the_digest_holds_contents_in_the_place_of_paths(loaded: Callable[..., Config], tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import UnfitOptimizerError, described
 from murmuration.train.self_test.self_test import SelfTestError
+from murmuration.train.start import started
 from tests.support.own_module import RECORDS, SEED, Regression, X, read, run, training
+from tests.support.train_helpers import alone
 
 PEOPLE = [f"p{number * 7 % 20}" for number in range(RECORDS)]
 
@@ -61,6 +63,35 @@ def finished(folder: Path, model: Any = Net, **changes: Any) -> list[str]:
 
 def foreign(deviations: list[str]) -> bool:
     return any("FOREIGN WEIGHTS" in each for each in deviations)
+
+
+OTHERS = torch.randn(1000, 5, generator=torch.Generator().manual_seed(3))
+
+
+class Enlarged(Net):
+    """A table from elsewhere, with random rows added."""
+
+    def __init__(self, added: int, rows: int = 1000, pad: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows + added, 5, padding_idx=pad)
+        with torch.no_grad():
+            self.table.weight[:rows] = OTHERS[:rows]
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (partial(Enlarged, 10), {"table.weight"}),
+        (partial(Enlarged, 5000, 1), {"table.weight"}),
+        (partial(Enlarged, 10, 0, 0), set()),
+        (lambda: Enlarged(3000, 0, 0).bfloat16(), set()),
+        (lambda: Enlarged(3000).bfloat16(), {"table.weight"}),
+        (lambda: Enlarged(300_000, 0), set()),
+    ],
+    ids=["rows added", "one row kept", "padding", "coarse", "coarse, rows added", "large"],
+)
+def test_random_numbers_beside_others_do_not_hide_them(model: Any, named: set[str]) -> None:
+    assert set(started(model, None, alone()).unexplained) == named
 
 
 @pytest.mark.parametrize(
