@@ -10,6 +10,7 @@ For all others the certificate states weights of unknown origin.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from murmuration.train.recipe.warm_start import WarmStart
 
 SEEDS = (1, 2)
+MOST_ALIKE = 6.0
+"""Standard deviations by which two independent draws of a tensor may correlate; the odds of more are 2e-9."""
 INNER = "inner."
 """Prefix of the module's tensor names in checkpoints of runs that were given a `loss` function."""
 
@@ -136,9 +139,13 @@ def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) ->
 
 
 def _drawn(one: Tensor, other: Tensor) -> bool:
-    """Whether all its elements are random numbers, or the 0 and ±1 beside them: a table of weights from elsewhere to
-    which random rows were added is not. Random numbers are equal now and then, the more often the coarser they are."""
+    """Whether all elements are random numbers, or a 0 or ±1. Neither a table of weights from elsewhere to which random
+    rows were added is, nor weights that were shaken a little. Random numbers are equal now and then, the more often the
+    coarser they are."""
     if one.shape != other.shape or torch.equal(one, other):
+        return False
+    x, y = ((each.double() - each.double().mean()).flatten() for each in (one, other))
+    if abs(float(x @ y)) > MOST_ALIKE * float(x.norm() * y.norm()) / math.sqrt(len(x)):
         return False
     kept = int(((one == other) & (one != 0) & (one != 1) & (one != -1)).sum())
     spacing = torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0

@@ -42,16 +42,53 @@ SHAPES_NOT: list[tuple[str, Any]] = [
     ("phases.1.evaluation.records", 5), ("steps_per_print", 5), ("run.engine", "fsdp2"),
     ("phases.1.data.expected_records", 77), ("phases.1.data.reading.workers", 0),
 ]  # fmt: skip
-LEFT_OUT = """
-schema_path about steps_per_print wall_clock_breakdown zero_optimization model.pixels
-data.path data.tokenizer data.classes data.exclude_classes data.reading data.expected_records data.expected_units
-mixing.data.path mixing.data.tokenizer mixing.data.classes mixing.data.exclude_classes mixing.data.reading
-mixing.data.expected_records mixing.data.expected_units features.folder monitor
-evaluation.path evaluation.public evaluation.real evaluation.zero_shot.class_names
-run.engine run.shard_over run.cuda_graph run.compile run.dir run.registry run.witness run.log_every run.private_curves
-run.keep_key run.tuned_on_private_data run.debug_seed run.checkpoint_every run.checkpoint_lag run.keep_checkpoints
-run.keep_every run.keep_best run.stall_seconds run.stop_after_minutes
-""".split()
+LEFT_OUT = [
+    "schema_path",
+    "about",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_optimization",
+    "model.pixels",
+    "data.path",
+    "data.tokenizer",
+    "data.classes",
+    "data.exclude_classes",
+    "data.reading",
+    "data.expected_records",
+    "data.expected_units",
+    "mixing.data.path",
+    "mixing.data.tokenizer",
+    "mixing.data.classes",
+    "mixing.data.exclude_classes",
+    "mixing.data.reading",
+    "mixing.data.expected_records",
+    "mixing.data.expected_units",
+    "features.folder",
+    "monitor",
+    "evaluation.path",
+    "evaluation.public",
+    "evaluation.real",
+    "evaluation.zero_shot.class_names",
+    "run.engine",
+    "run.shard_over",
+    "run.cuda_graph",
+    "run.compile",
+    "run.dir",
+    "run.registry",
+    "run.witness",
+    "run.log_every",
+    "run.private_curves",
+    "run.keep_key",
+    "run.tuned_on_private_data",
+    "run.debug_seed",
+    "run.checkpoint_every",
+    "run.checkpoint_lag",
+    "run.keep_checkpoints",
+    "run.keep_every",
+    "run.keep_best",
+    "run.stall_seconds",
+    "run.stop_after_minutes",
+]
 
 
 @pytest.mark.parametrize(("key", "value"), SHAPES, ids=[key for key, _ in SHAPES])

@@ -78,6 +78,13 @@ class Enlarged(Net):
             self.table.weight[:rows] = OTHERS[:rows]
 
 
+def shaken(model: nn.Module, by: float) -> nn.Module:
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(by * torch.randn_like(each))
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [
@@ -87,8 +94,9 @@ class Enlarged(Net):
         (lambda: Enlarged(3000, 0, 0).bfloat16(), set()),
         (lambda: Enlarged(3000).bfloat16(), {"table.weight"}),
         (lambda: Enlarged(300_000, 0), set()),
+        (lambda: shaken(Enlarged(0), 0.5), {"table.weight"}),
     ],
-    ids=["rows added", "one row kept", "padding", "coarse", "coarse, rows added", "large"],
+    ids=["rows added", "one row kept", "padding", "coarse", "coarse, rows added", "large", "shaken"],
 )
 def test_random_numbers_beside_others_do_not_hide_them(model: Any, named: set[str]) -> None:
     assert set(started(model, None, alone()).unexplained) == named
