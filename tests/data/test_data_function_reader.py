@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from murmuration.data.batch.function_reader import FunctionReader, ReadFailsError
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.decode import BadRecord
-from murmuration.data.draw.micro_batch import EMPTY
+from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE
+from murmuration.data.index.units import UnitTable
 
 LIKE = {"x": torch.ones(4, 2), "y": torch.ones(4)}
 BAD = {3: "torn", 6: "empty"}
@@ -41,6 +43,17 @@ def test_unusable_records_and_free_places_are_absent_and_zero() -> None:
 def test_a_row_of_free_places_is_a_micro_batch_of_nobody() -> None:
     found = FunctionReader(read, LIKE).fetch(np.array([EMPTY, EMPTY]), 1)
     assert not found.batch.present.any() and found.batch.inputs["x"].shape == (2, 2) and not found.bad
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_records_of_a_unit_share_its_slot_and_unusable_ones_their_part(reduce: Any) -> None:
+    table = UnitTable.of_names("person", ["a", "b", "a", "b", "a", "c", "c"])
+    reader = FunctionReader(read, LIKE, SlotRows(table, 3, reduce, key=bytes(32)))
+    found = reader.fetch(np.array([0, EMPTY, 1, 2]), 1)
+    assert found.batch.inputs["x"][:, 0].tolist() == [0, 2, 4, 0, 0, 0, 1, 0, 0, 5, 0, 0]
+    whole = {"mean": (1 / 3, 1.0), "sum": (1.0, 1.0)}[reduce]  # each part of three records, and of the only one
+    assert found.batch.inputs[ROW_SHARE].tolist() == pytest.approx([whole[0]] * 3 + [0] * 3 + [whole[1], 0, 0] * 2)
+    assert found.batch.present.tolist() == [True, False, True, True] and found.bad == BAD
 
 
 def test_a_micro_batch_is_not_changed_by_the_next() -> None:

@@ -512,6 +512,8 @@ def test_runs_of_one_registry_know_of_each_other_and_share_a_budget(tmp_path: Pa
     assert first["siblings"] == []
     second = finished(tmp_path / "second", registry=registry, epsilon=2, noise_multiplier=None)
     assert [each["run"] for each in second["siblings"]] == ["first"]
+    # What it claims, once it is finished, and no longer what it may still spend.
+    assert second["siblings"][0]["claimed"] == first["claim"]["epsilon_claimed"]
     together, claims = second["composition"]["epsilon_together"], [each["claim"]["epsilon"] for each in (first, second)]
     plans = [History.read(tmp_path / name / "ledger.jsonl")[0].plans[0] for name in ("first", "second")]
     events = [Event(plan.sampling_rate, plan.noise_multiplier, plan.steps) for plan in plans]
