@@ -309,6 +309,16 @@ class OfTheBatch(Text):
         return self.losses(self.act(self.hidden(inputs["tokens"])), inputs)
 
 
+class GradientInside(Text):
+    """A penalty on a gradient that autograd is asked for in forward()."""
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        hidden = self.hidden(inputs["tokens"])
+        losses = self.losses(hidden, inputs)
+        slope = torch.autograd.grad(losses.sum(), hidden, create_graph=True)[0]
+        return losses + slope.square().sum((1, 2))
+
+
 class InBatchNegatives(Text):
     def forward(self, inputs: Inputs) -> Tensor:
         hidden = self.hidden(inputs["tokens"])
@@ -712,7 +722,7 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "trained max_norm": TrainedMaxNorm, "scaled by frequency": ByFrequency, "prototypes moved": MovedPrototypes,
         "frozen prototypes moved": MovedFrozenPrototypes, "queue": Queue, "late queue": LateQueue,
         "global list": GlobalList, "running mean": RunningMean, "late mixup": LateMixup,
-        "negatives of the batch": InBatchNegatives, "one mean": OneMean,
+        "a gradient inside": GradientInside, "negatives of the batch": InBatchNegatives, "one mean": OneMean,
         "centred over the batch": batch(lambda x: x - x.mean(0, keepdim=True)),
         "neighbour added": batch(lambda x: x + 0.5 * x.roll(1, 0)), "reversed": batch(lambda x: x.flip(0)),
         "softmax over the batch": batch(lambda x: x.softmax(0)), "cumulative": batch(lambda x: x.cumsum(0)),

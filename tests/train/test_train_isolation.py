@@ -94,6 +94,7 @@ REFUSED = {
     "a dispatch mode": "TorchDispatchMode", "hooks on saved tensors": "saved_tensors_hooks",
     "buffer swapped": "in the place of counts", "kept for a gradient": "kept a tensor of an earlier",
     "printed": "prints a record's tensor", "scripted": "is scripted",
+    "a gradient inside": "asks autograd for a gradient",
 }  # fmt: skip
 
 

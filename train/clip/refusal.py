@@ -74,6 +74,14 @@ OBJECTIONS = [
         'write it with plain functions, or use run.clip_engine = "opacus"',
     ),
     Objection(
+        "does not have a grad_fn", "asks autograd for a gradient within forward()",
+        "use torch.func.grad of a function of a record's tensors",
+    ),
+    Objection(
+        "TransformType.Vmap", "calls code that compiles itself (flex_attention)",
+        "use scaled_dot_product_attention, or run it uncompiled",
+    ),
+    Objection(
         "storage", "asks for the memory of a record's tensor (.numpy(), .data_ptr(), .tolist())",
         "keep it a tensor",
     ),
