@@ -5,6 +5,7 @@ Slow on purpose. Tests and benchmarks judge every clip engine by it, so it must 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,3 +102,20 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     error = size([found.get(name, missing).double() - tensor for name, tensor in expected.items()])
     scale = size(expected.values())
     return error / scale if scale else error
+
+
+def one_by_one(model: nn.Module, inputs: Mapping[str, Tensor], bound: float) -> Gradients:
+    """The clipped sum of gradients of fresh copies, each of which has seen one record alone."""
+    total: Gradients = {}
+    for row in range(len(next(iter(inputs.values())))):
+        own = copy.deepcopy(model)
+        trained = {name: p for name, p in own.named_parameters() if p.requires_grad}
+        loss = own({name: x[row : row + 1] for name, x in inputs.items()}).sum()
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        gradient = {
+            name: torch.zeros_like(p).double() if g is None else g.double()
+            for (name, p), g in zip(trained.items(), found, strict=True)
+        }
+        factor = min(1.0, bound / max(size(gradient.values()), 1e-30))
+        total = {name: factor * g + total.get(name, 0.0) for name, g in gradient.items()}
+    return total

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 RECORDS, TOKENS, WIDTH, CLASSES, WORDS = 6, 12, 12, 4, 50
 PAD = 1
+BOUND = 0.1
+"""The clipping norm in tests of these."""
 Inputs = dict[str, Tensor]
 
 

@@ -27,36 +27,16 @@ from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support import zoo
+from tests.support.brute_force import one_by_one, size
 from tests.support.own_module import settings_of
+from tests.support.zoo import BOUND
 
-BOUND = 0.1
 RULE = ClipRule("flat", BOUND, 0.0)
 Make = Callable[[], nn.Module]
 
 
-def size(gradient: dict[str, Tensor]) -> float:
-    return float(torch.cat([x.flatten().double() for x in gradient.values()]).norm())
-
-
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return size({name: one[name].double() - other[name].double() for name in one})
-
-
-def one_by_one(model: nn.Module, inputs: zoo.Inputs) -> dict[str, Tensor]:
-    """The clipped sum of gradients of fresh copies, each of which has seen one record alone."""
-    total: dict[str, Tensor] = {}
-    for row in range(len(next(iter(inputs.values())))):
-        own = copy.deepcopy(model)
-        trained = {name: p for name, p in own.named_parameters() if p.requires_grad}
-        loss = own({name: x[row : row + 1] for name, x in inputs.items()}).sum()
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        gradient = {
-            name: torch.zeros_like(p).double() if g is None else g.double()
-            for (name, p), g in zip(trained.items(), found, strict=True)
-        }
-        factor = min(1.0, BOUND / max(size(gradient), 1e-30))
-        total = {name: total.get(name, 0.0) + factor * g for name, g in gradient.items()}
-    return total
+    return size(one[name].double() - other[name].double() for name in one)
 
 
 def moved(clip: BookKeepingClip, model: nn.Module, inputs: zoo.Inputs, whole: dict[str, Tensor]) -> float:
@@ -110,7 +90,7 @@ def test_a_module_that_would_let_records_meet_is_refused_or_cannot(name: str) ->
     else:
         clip, whole = clipped(model, inputs)
         assert moved(clip, model, inputs, whole) <= 1 + 1e-5
-        assert distance(whole, one_by_one(model, inputs)) <= 1e-5 * size(whole)
+        assert distance(whole, one_by_one(model, inputs, BOUND)) <= 1e-5 * size(whole.values())
     if name not in ("buffer replaced", "buffer swapped"):
         # BatchNorm counts its passes before it meets a record.
         same = {key: torch.equal(x, before[key]) for key, x in model.state_dict().items() if "num_batches" not in key}
@@ -126,7 +106,7 @@ def test_an_ordinary_module_is_clipped_record_by_record(name: str) -> None:
         kept = kept_of_records()
         clip, whole = clipped(model, inputs)
         assert moved(clip, model, inputs, whole) <= 1 + 1e-5
-        assert distance(whole, one_by_one(model, inputs)) <= 2e-5 * size(whole)
+        assert distance(whole, one_by_one(model, inputs, BOUND)) <= 2e-5 * size(whole.values())
     assert not kept_of_records() - kept
 
 

@@ -167,7 +167,13 @@ def _of_all_records(hook: Callable[..., Any]) -> Callable[..., Any]:
         if functorch.maybe_current_level() is None:
             return hook(module, *given, **options)
         flat, form = pytree.tree_flatten((given, options))
-        whole = [_first(x) if is_of_records(x) else x for x in flat]
+        if not directly() and any(is_of_records(x) for x in flat):
+            raise ClipError(
+                f"{type(module).__name__} is called within a torch.func transform of the model's own, where "
+                "its sharded weights cannot be gathered; leave the transform out, or use ZeRO 0 to 2"
+            )
+        # What is made of weights alone is left as it is: the clip engine knows it by identity, and has its own copies.
+        whole = [_first(x) if is_of_records(x) else None if isinstance(x, Tensor) else x for x in flat]
         own, more = pytree.tree_unflatten(whole, form)
         with outside():
             found = hook(module, *own, **more)
@@ -177,7 +183,7 @@ def _of_all_records(hook: Callable[..., Any]) -> Callable[..., Any]:
         results, form = pytree.tree_flatten(found)
         before = next(x for x in (pytree.tree_leaves(given[-1]), pytree.tree_leaves(given)) if len(x) == len(results))
         return pytree.tree_unflatten(
-            [enter(new) if is_of_records(old) else new for new, old in zip(results, before, strict=True)], form
+            [enter(new) if is_of_records(old) else old for new, old in zip(results, before, strict=True)], form
         )
 
     return act

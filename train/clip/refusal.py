@@ -43,6 +43,10 @@ OBJECTIONS = [
         "use LayerNorm or GroupNorm, or freeze it in evaluation mode",
     ),
     Objection(
+        "SyncBatchNorm", "normalises with statistics of all ranks' records",
+        "use LayerNorm or GroupNorm, or freeze it in evaluation mode",
+    ),
+    Objection(
         "more than 1 value per channel", "normalises with statistics of the whole batch",
         "use LayerNorm or GroupNorm, or freeze it in evaluation mode",
     ),
