@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
-from murmuration.data.store.place import is_url
+from murmuration.data.store.place import ShardError, is_url, require_no_access
 from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.phase import ONE_STEP, PLAIN_DESCENT, STATISTICS
@@ -67,11 +67,16 @@ def load(path: Path, overrides: list[str]) -> Config:
 
 
 def _require_text(value: Any, where: str = "the config") -> None:
-    """Neither a file name nor a page can contain a zero byte or half a character."""
+    """Neither a file name nor a page can contain a zero byte or half a character, and no URL may contain a password."""
     if isinstance(value, str) and UNUSABLE.search(value):
         raise ConfigError(
             f"{printable(where)} contains {value!r:.60}, with a zero byte or half a character; write plain text"
         )
+    if where in PATH_KEYS and isinstance(value, str) and is_url(value):
+        try:
+            require_no_access(value)
+        except ShardError as error:
+            raise ConfigError(printable(f"{where}: {error}")) from None
     if isinstance(value, dict):
         for key, item in value.items():
             _require_text(key, where)
