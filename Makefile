@@ -28,7 +28,8 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/python launch/prepare.py demo
-	@PATH="$(BIN):$$PATH" $(BIN)/$(TRAIN) --config ds_configs/demo.json
+	@run_dir=runs/demo; . launch/resume_me.sh; code=0; \
+	    PATH="$(BIN):$$PATH" $(BIN)/$(TRAIN) --config ds_configs/demo.json || code=$$?; exit $$(ended $$code)
 	@$(BIN)/python launch/account.py verify runs/demo
 	@test -e $(CAPTIONS)/result.json || $(BIN)/python launch/evaluate.py caption runs/demo --out $(CAPTIONS) \
 	    --config ds_configs/demo.json --data demo_data/held_out --public --records 48

@@ -99,4 +99,4 @@ def test_a_missing_compiler_is_named_with_its_package(tmp_path: Path) -> None:
 )
 def test_the_demo_starts_one_process_per_gpu_and_without_any_two_or_a_plain_one(given: list[str], started: str) -> None:
     done = subprocess.run(["make", "-n", "demo", *given], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"/{started} ds_configs/demo.json\n" in done.stdout
+    assert f"/{started} ds_configs/demo.json ||" in done.stdout
