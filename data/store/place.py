@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Sequence
@@ -69,6 +70,13 @@ def require_no_access(url: str) -> None:
         )
     if parts.query or parts.fragment:
         raise ShardError(f"{shown}: the URL of a shard has no ? or #, which often carry somebody's access; drop it")
+
+
+def is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def join(root: Place, name: str) -> Place:

@@ -12,7 +12,6 @@ hosts or to plain http are refused. Errors reach the console, so they quote only
 from __future__ import annotations
 
 import base64
-import ipaddress
 import os
 import re
 import threading
@@ -31,7 +30,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from murmuration.data.store.place import HTTP_USERS, ShardError, UnreadableError, require_no_access
+from murmuration.data.store.place import HTTP_USERS, ShardError, UnreadableError, is_loopback, require_no_access
 from murmuration.data.store.retry import Patience, patiently
 
 TIMEOUT_SECONDS = 30.0
@@ -148,20 +147,13 @@ def read_on_the_way(url: str) -> str | None:
     them."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https"):
-        return f"http://{parts.netloc}" if parts.scheme == "http" and not _is_loopback(parts.hostname) else None
+        return f"http://{parts.netloc}" if parts.scheme == "http" and not is_loopback(parts.hostname) else None
     prefix = {"s3": "AWS_", "gs": "GOOGLE_"}.get(parts.scheme, "AZURE_")
     for name, text in sorted(os.environ.items()):
         endpoint = urlsplit(text) if name.startswith(prefix) and "ENDPOINT" in name else None
-        if endpoint is not None and endpoint.scheme.lower() == "http" and not _is_loopback(endpoint.hostname):
+        if endpoint is not None and endpoint.scheme.lower() == "http" and not is_loopback(endpoint.hostname):
             return f"{name}={text}"
     return None
-
-
-def _is_loopback(host: str | None) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def _no_other_host(scheme: str, host: str) -> dict[str, str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.phase import ONE_STEP, PLAIN_DESCENT, STATISTICS
 from murmuration.train.config.privacy import ALL
 from murmuration.train.config.refused import find_refusals, short, without_harmless
-from murmuration.train.config.root import AUTO, GIVEN, Config
+from murmuration.train.config.root import AUTO, GIVEN, WITNESS_URLS, Config
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes", "class_names", "real"}
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
@@ -46,6 +48,8 @@ def load(path: Path, overrides: list[str]) -> Config:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must contain one JSON object")
     _absolute_paths(raw, path.resolve().parent)
+    if not any(override.startswith("run.witness=") for override in overrides):
+        _refuse_foreign_command(raw, path)
     for override in overrides:
         _override(raw, override)
     try:
@@ -64,6 +68,23 @@ def load(path: Path, overrides: list[str]) -> Config:
         return Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(printable(_sentence(fault)) for fault in error.errors())) from None
+
+
+def _refuse_foreign_command(raw: dict[str, Any], path: Path) -> None:
+    """A witness that is a command runs at each checkpoint, as the user: a stranger's config would be his program. An
+    override is the user's own word."""
+    run = raw.get("run")
+    command = run.get("witness") if isinstance(run, dict) else None
+    about = path.stat()
+    if (about.st_uid in (0, os.geteuid()) and not about.st_mode & stat.S_IWOTH) or not isinstance(command, str):
+        return
+    if not command.startswith(WITNESS_URLS):
+        raise ConfigError(
+            printable(
+                f"{path} can be changed by somebody else, and its run.witness would run a command at each checkpoint: "
+                f"{command}; copy the config to a file of your own, or repeat the command with --set run.witness=..."
+            )
+        )
 
 
 def _require_text(value: Any, where: str = "the config") -> None:
