@@ -61,8 +61,8 @@ def require_no_access(url: str) -> None:
         parts, _ = urlsplit(url), urlsplit(url).port  # what follows a slash in a password is taken for a path
         # A container of Azure stands before its account: abfss://container@account.
         named = parts.password is not None or (parts.scheme in ("http", "https") and parts.username is not None)
-    except ValueError as error:
-        raise ShardError(f"{shown}: not a URL ({type(error).__name__}); correct it") from None
+    except ValueError:  # whose text may quote a password
+        raise ShardError(f"{shown}: not a URL; correct it") from None
     if named:
         raise ShardError(
             f"{shown}: the URL names a user or a password, which the index would keep and messages would print; leave "

@@ -77,13 +77,14 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(
     assert not list(tmp_path.glob("murmuration-*")), "where the port was told is gone"
 
 
-@pytest.mark.parametrize("mode", [0o755, 0o700])
+@pytest.mark.parametrize("mode", [0o755, 0o700, 0])
 def test_what_a_stranger_writes_into_torchruns_store_is_not_followed(
     tmp_path: Path, agent: TCPStore, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = tmp_path / "theirs"
-    theirs.mkdir(mode=mode)
-    (theirs / "port").write_text("1")
+    if mode:
+        theirs.mkdir(mode=mode)
+        (theirs / "port").write_text("1")
     if mode == 0o700:
         monkeypatch.setattr(os, "geteuid", lambda: theirs.stat().st_uid + 1)
     agent.set("murmuration/0", str(theirs))
@@ -102,6 +103,7 @@ def test_what_a_stranger_writes_into_torchruns_store_is_not_followed(
         ({"MASTER_ADDR": "127.0.0.1"}, None),
         ({"MASTER_ADDR": "localhost", "LOCAL_WORLD_SIZE": "1"}, None),
         ({"MASTER_ADDR": "node-1", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"MASTER_ADDR": "node-1", "LOCAL_SIZE": "2"}, None),
         ({"MASTER_ADDR": "node-1"}, "node-1:29500"),
         ({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "1"}, "10.0.0.1:29500"),
     ],

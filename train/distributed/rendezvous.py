@@ -41,8 +41,13 @@ def init_method() -> str:
 def open_to_others() -> str | None:
     """The address at which ranks on several machines meet, or None if all are on this one."""
     place = os.environ.get("MASTER_ADDR", LOOPBACK)
-    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1") or is_loopback(place)
-    return None if here else f"{place}:{os.environ.get('MASTER_PORT')}"
+    # The second is DeepSpeed's name for it.
+    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
+    return (
+        None
+        if here == os.environ.get("WORLD_SIZE", "1") or is_loopback(place)
+        else f"{place}:{os.environ.get('MASTER_PORT')}"
+    )
 
 
 def _meet(url: str, timeout: timedelta = _WAIT, **_: object) -> Iterator[tuple[Store, int, int]]:
@@ -67,12 +72,15 @@ def _meet(url: str, timeout: timedelta = _WAIT, **_: object) -> Iterator[tuple[S
 
 
 def _read_port(folder: Path) -> int:
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise RendezvousError(
-            f"{folder}: somebody else than this job wrote into torchrun's store; close its port to others"
-        )
-    return int((folder / "port").read_text())
+    try:
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077:
+            return int((folder / "port").read_text())
+    except (OSError, ValueError):
+        pass
+    raise RendezvousError(
+        f"{folder}: somebody else than this job wrote into torchrun's store; close its port to others"
+    )
 
 
 def _store(port: int, rank: int, world: int, timeout: timedelta) -> TCPStore:
