@@ -9,8 +9,8 @@ GPUS = $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 ENGINE ?= $(if $(filter 0:1,$(GPUS):$(shell nproc)),local,deepspeed)
 TRAIN = $(if $(filter local,$(ENGINE)),python launch/train.py --set run.engine=local,deepspeed --num_gpus $(RANKS) launch/train.py)
-# Of all targets together; FUZZ="tar ledger" names some of them.
-FUZZ_SECONDS ?= 240
+# Of each target; FUZZ="tar ledger" names some of them.
+FUZZ_CASES ?= 2000
 FUZZ ?=
 # Of the groups in tests/mutation/cosmic-ray.toml; MUTATE="draw" names one of them, "--go-on" what was interrupted.
 MUTATE ?=
@@ -28,7 +28,8 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/python launch/prepare.py demo
-	@PATH="$(BIN):$$PATH" $(BIN)/$(TRAIN) --config ds_configs/demo.json
+	@run_dir=runs/demo; . launch/resume_me.sh; code=0; \
+	    PATH="$(BIN):$$PATH" $(BIN)/$(TRAIN) --config ds_configs/demo.json || code=$$?; exit $$(ended $$code)
 	@$(BIN)/python launch/account.py verify runs/demo
 	@test -e $(CAPTIONS)/result.json || $(BIN)/python launch/evaluate.py caption runs/demo --out $(CAPTIONS) \
 	    --config ds_configs/demo.json --data demo_data/held_out --public --records 48
@@ -85,7 +86,7 @@ test-slow: $(READY)
 fuzz: $(READY)
 	@test -n "$(FUZZ)" || OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -q -n auto --maxprocesses 8 \
 	    -m "hypothesis and not slow" --hypothesis-profile search
-	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ)
+	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m tests.fuzz --cases $(FUZZ_CASES) $(FUZZ)
 
 # Hours. Mutates a copy in build/mutation; what survives is a fault that no test sees.
 mutate: $(READY)

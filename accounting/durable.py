@@ -3,30 +3,79 @@ keeps a second process away from a ledger, an index or a folder."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+# Random, so that nobody else with write access to the folder can put a link or a file of his own there beforehand.
+_ASIDE = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)  # errors of file systems without hard links
+
 
 @contextmanager
-def atomic(path: Path, mode: int = 0o644, one_writer: bool = False) -> Iterator[IO[bytes]]:
+def atomic(path: Path, mode: int = 0o644, once: bool = False, tidy: bool = True) -> Iterator[IO[bytes]]:
     """A file object whose content replaces `path` when the block ends without an error.
 
-    `one_writer`: nobody else writes this file now, so a killed process's temporary file can be overwritten.
+    `once`: if `path` exists by then, it stays; of several writers one wins. `tidy`: first remove what killed writers
+    left in this folder, which costs a listing: without it, the caller does so once for many files.
     """
-    mark = "" if one_writer else f".{os.getpid()}"
-    temporary = path.with_name(f".{path.name}{mark}.tmp")
+    if tidy:
+        remove_left(path.parent)
+    temporary, descriptor = _aside(path, mode)
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            if once:
+                _link(temporary, path)
+            else:
+                temporary.replace(path)
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _aside(path: Path, mode: int) -> tuple[Path, int]:
+    """A new file beside `path`, locked for as long as it is open: `remove_left` tells by the lock who was killed."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with contextlib.suppress(OSError):  # no locks on this file system: what a kill leaves there stays
+            if not try_lock(descriptor) or not os.fstat(descriptor).st_nlink:  # removed before it was locked
+                os.close(descriptor)
+                continue
+        return temporary, descriptor
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        temporary.rename(path)
+
+
+def remove_left(folder: Path) -> None:
+    """Remove the files of `atomic` whose writers were killed; those that are being written stay."""
+    with contextlib.suppress(OSError):
+        for name in [each for each in os.listdir(folder) if _ASIDE.fullmatch(each)]:
+            with contextlib.suppress(OSError):
+                left = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    if try_lock(left):
+                        (folder / name).unlink()
+                finally:
+                    os.close(left)
 
 
 def sync(path: Path) -> None:

@@ -15,6 +15,5 @@ run_dir="${RUN_DIR:-runs/$(basename "$CONFIG" .json)}"
 code=0
 deepspeed --hostfile "$HOSTFILE" --master_port "${MASTER_PORT:-29500}" \
     launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
-# Exit codes of remote nodes do not always arrive; the run's own state shows whether the same command continues it.
-resume_me "$code" && exit 75
-exit "$code"
+# Exit codes of remote nodes do not always arrive; the run's own state shows how it ended.
+exit "$(ended "$code" "$@")"

@@ -11,6 +11,7 @@ those of the last scan; --rescan trusts none of that.
 from __future__ import annotations
 
 import argparse
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,12 +69,15 @@ def _positive(text: str) -> float:
 
 
 def _index(arguments: argparse.Namespace) -> int:
+    from murmuration.data.index.format import MANIFEST
     from murmuration.data.index.open import is_image_folder
     from murmuration.data.store.place import ShardError
 
     if arguments.unit is None and arguments.unit_missing != "refuse":
         raise ShardError("--unit-missing says what becomes of records without a unit; name the unit with --unit")
     index = _images(arguments) if is_image_folder(arguments.source) else _shards(arguments)
+    if not (index.folder / MANIFEST).stat().st_mode & stat.S_IROTH:
+        print("only you can read the index (files 0600), as not everybody can read the records")
     unit = _told_units(index)
     if arguments.budget is not None:
         from murmuration.train.storage.sibling_runs import RunLog

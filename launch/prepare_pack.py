@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,8 @@ def _told(packed: Packed, request: Request) -> list[str]:
     lines = [
         f"{packed.rows} rows name {packed.images} images",
         f"{index.records} records in {len(index.shards)} shards, index in {index.folder}",
+        "only you can read what was packed (folders 0700, files 0600); if all of it is public: chmod -R a+rX "
+        + " ".join(shlex.quote(str(each.folder.parent)) for each in (index, packed.held_out) if each is not None),
     ]
     if packed.held_out is not None:
         lines.append(f"held out: {packed.held_out.records} records, index in {packed.held_out.folder}")

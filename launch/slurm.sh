@@ -32,12 +32,15 @@ srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" sh -c '
     exec "$@"' rank "$python" launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
 
 # srun returns the largest code of all ranks; that of a rank that died exceeds the 75 of those that noticed.
-if resume_me "$code"; then
+launched=$code
+code=$(ended "$launched" "$@")
+if [ "$code" = 75 ]; then
     if [ "$(lines)" -gt "$before" ]; then
-        echo "stopped (code $code): queued again, to continue from the last checkpoint"
+        echo "stopped (code $launched): queued again, to continue from the last checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
         exit 75
     fi
-    echo "error: stopped (code $code) before anything was done, so it is not queued again; see the messages above" >&2
+    echo "error: stopped (code $launched) before anything was done, so it is not queued again; see the messages above" >&2
+    [ "$launched" = 0 ] || code=$launched
 fi
 exit "$code"

@@ -17,6 +17,5 @@ code=0
 .venv/bin/torchrun --nnodes "$NODES" --nproc_per_node "$PROCESSES" --max-restarts 0 \
     --rdzv_backend c10d --rdzv_endpoint "$FIRST" --rdzv_id "$(basename "$CONFIG")" \
     launch/train.py --config "$CONFIG" --set "run.dir=$run_dir" "$@" || code=$?
-# torchrun turns every code into 1; the run's own state shows whether the same command continues it.
-resume_me "$code" && exit 75
-exit "$code"
+# torchrun turns every code into 1; the run's own state shows how it ended.
+exit "$(ended "$code" "$@")"

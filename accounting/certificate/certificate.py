@@ -21,5 +21,5 @@ def write(certificate: dict[str, Any], run_dir: Path) -> None:
     document = json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"
     files = pages(certificate) | {"certificate.json": document.encode("utf-8", "backslashreplace")}
     for name, content in files.items():
-        with atomic(run_dir / name, one_writer=True) as file:
+        with atomic(run_dir / name) as file:
             file.write(content)

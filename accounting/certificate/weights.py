@@ -46,7 +46,7 @@ def list_digest(tensors: dict[str, str]) -> str:
 
 def write_lists(lists: dict[str, dict[str, str]], folder: Path) -> None:
     """Writes one list for each checkpoint that may be exported, by the name of its folder."""
-    with atomic(folder / NAME, one_writer=True) as file:
+    with atomic(folder / NAME) as file:
         file.write(json.dumps(lists, indent=1, sort_keys=True).encode() + b"\n")
 
 

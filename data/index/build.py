@@ -45,7 +45,7 @@ from murmuration.data.index.units import (
     unit_named,
     write_units,
 )
-from murmuration.data.store.index_files import cannot_write, index_file, make_folder, open_npy, read_json
+from murmuration.data.store.index_files import cannot_write, index_file, make_folder, mode_like, open_npy, read_json
 from murmuration.data.store.place import Place, Shard, ShardError, join
 from murmuration.data.store.retry import until_hopeless
 
@@ -96,7 +96,7 @@ class WorkArea:
         if scan.units is not None:
             head["units"] = {"by": self.unit, "sha256": hashlib.sha256(scan.units).hexdigest()}
         # Readable only by its owner: the names of records' members are private.
-        with index_file(self._file(name), 0o600) as file:
+        with index_file(self._file(name), tidy=False) as file:
             file.write(json.dumps(head).encode() + b"\n" + scan.offsets.tobytes() + (scan.units or b""))
         return Noted(shard, scan.stamp, census=scan.census, units=scan.units is not None)
 
@@ -247,7 +247,7 @@ def write_index(root: Place, names: Sequence[str], target: Path, wanted: Wanted,
 
     `tell` gets a sentence for each finding that may be a mistake but is no reason to refuse.
     """
-    make_folder(target)
+    make_folder(target, mode_like([join(root, name) for name in names]))
     with _only_one(target):
         wanted = _with_units(wanted, target)
         work = WorkArea(target / WORK, root, wanted.unit)
@@ -355,6 +355,7 @@ def _scan_one(work: WorkArea, name: str) -> Noted | ShardError:
 def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path, wanted: Wanted) -> list[str]:
     shards = [noted.shard for noted in found]
     _refuse_twins([shard for shard in shards if shard.records])
+    mode = mode_like([work.place(shard.name) for shard in shards])
     unclear: list[str] = []
 
     def parts() -> Iterator[np.ndarray]:
@@ -363,12 +364,12 @@ def _assemble(work: WorkArea, known: Known, found: Sequence[Noted], target: Path
                 unclear.append(said)
             yield known.offsets(noted)
 
-    write_offsets(target, shards, parts())
+    write_offsets(target, shards, parts(), mode)
     # After the offsets, so that a kill in between leaves hashes that do not match, which is refused and not misread.
-    write_manifest(target, SHARDS, work.root, shards, {})
+    write_manifest(target, SHARDS, work.root, shards, {}, mode)
     write_census(target, digest_of(SHARDS, shards), [noted.kept() for noted in found])
     stamps = {str(work.place(noted.shard.name)): noted.stamp for noted in found if noted.stamp}
-    with index_file(target / STAMPS) as file:
+    with index_file(target / STAMPS, mode) as file:
         file.write(json.dumps(stamps).encode())
     if wanted.unit is not None:
         columns, records = map(known.units, found), sum(shard.records for shard in shards)
@@ -389,9 +390,9 @@ def _remarks(found: Sequence[Noted]) -> Iterator[str]:
         )
 
 
-def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndarray]) -> None:
+def write_offsets(target: Path, shards: Sequence[Shard], parts: Iterable[np.ndarray], mode: int) -> None:
     """Write offsets.npy one shard's part after the other, never with all of it in memory."""
-    with index_file(target / OFFSETS) as file:
+    with index_file(target / OFFSETS, mode) as file:
         shape = (sum(shard.records + 1 for shard in shards),)
         np.lib.format.write_array_header_1_0(file, {"descr": "<u8", "fortran_order": False, "shape": shape})
         for part in parts:

@@ -51,7 +51,7 @@ class Exclusions:
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write both files to the index folder. `read` refuses the mismatched files that a kill in between leaves."""
         target = Path(folder)
-        with index_file(target / IDS, 0o600) as file:
+        with index_file(target / IDS) as file:
             np.save(file, self.ids.astype("<u8"))
         facts: dict[str, Any] = {
             "format": FORMAT,
@@ -64,7 +64,7 @@ class Exclusions:
         }
         if self.unit:
             facts["unit"] = self.unit
-        with index_file(target / FACTS, 0o600) as file:
+        with index_file(target / FACTS) as file:
             file.write(json.dumps(facts, indent=1).encode() + b"\n")
 
     @classmethod

@@ -37,7 +37,7 @@ from murmuration.data.index.format import (
 )
 from murmuration.data.index.salt import SALT, make_salt
 from murmuration.data.index.units import Missing, as_rows, pattern_of, unit_named, unit_of_key, write_units
-from murmuration.data.store.index_files import cannot_write, index_file, make_folder, open_npy
+from murmuration.data.store.index_files import cannot_write, index_file, make_folder, mode_between, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError
 from murmuration.data.store.tar import shown, split_name
 
@@ -64,18 +64,19 @@ class ImageFile:
     group: str
     name: bytes
     size: int
+    mode: int
 
 
 def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]:
     """The records, sorted by class and path, and whether they have classes."""
-    found = [(name, size) for name, size in _walk(root) if size is not None and _is_image(name)]
+    found = [(name, state) for name, state in _walk(root) if state is not None and _is_image(name)]
     if not found:
         raise ShardError(
             f"{root}: neither tar shards nor images ({', '.join(IMAGES)}) in this folder{_but(ignored_files(root))}; "
             "name another"
         )
     chosen = _recognise(root, [name for name, _ in found]) if rule == "auto" else rule
-    files = [ImageFile(_group(name, chosen), name, size) for name, size in found]
+    files = [ImageFile(_group(name, chosen), name, state.st_size, state.st_mode) for name, state in found]
     if chosen != "none" and (loose := next((file for file in files if not file.group), None)):
         raise ShardError(
             f"{root / os.fsdecode(loose.name)}: an image beside the class folders has no class; move it, or pass "
@@ -93,9 +94,9 @@ def ignored_files(root: Path) -> Counter[str]:
 
 def ignored_names(root: Path) -> Iterator[str]:
     """The paths below the root of files that are not records; what is no file at all goes by the name of its kind."""
-    for name, size in _walk(root):
-        if size is None or not _is_image(name):
-            yield NO_FILE if size is None else os.fsdecode(name)
+    for name, state in _walk(root):
+        if state is None or not _is_image(name):
+            yield NO_FILE if state is None else os.fsdecode(name)
 
 
 def extension(name: str) -> str:
@@ -115,8 +116,8 @@ def _but(others: Counter[str]) -> str:
     return f", but {most_common(others)}" if others else ""
 
 
-def _walk(root: Path) -> Iterator[tuple[bytes, int | None]]:
-    """Paths below the root and sizes of all files that are not hidden; None for a pipe, a socket or a device."""
+def _walk(root: Path) -> Iterator[tuple[bytes, os.stat_result | None]]:
+    """Paths below the root and states of all files that are not hidden; None for a pipe, a socket or a device."""
     folders = {_identity(root.stat()): b""}
     linked: dict[tuple[int, int], bytes] = {}
     waiting = [b""]
@@ -137,7 +138,7 @@ def _walk(root: Path) -> Iterator[tuple[bytes, int | None]]:
             elif stat.S_ISREG(state.st_mode):
                 if (twin := linked.setdefault(_identity(state), path)) is not path:
                     raise _reached_twice(root, twin, path)
-                yield path, state.st_size
+                yield path, state
             else:
                 yield path, None
 
@@ -214,10 +215,12 @@ def build_folder(
     digests = _hash_all(paths, progress or (lambda done, total: None)) if contents or refuse_twins else None
     if refuse_twins and digests is not None:
         _refuse_twins(paths, digests)
-    make_folder(out)
-    _write_columns(out, files, digests)
+    folders = {path.parent for path in paths}
+    mode = mode_between((file.mode for file in files), folders)
+    make_folder(out, mode)
+    _write_columns(out, files, digests, mode)
     shards = list(_classes(files, digests))
-    write_manifest(out, FILES, root, shards, {"labelled": labelled, "contents": digests is not None})
+    write_manifest(out, FILES, root, shards, {"labelled": labelled, "contents": digests is not None}, mode)
     if unit is not None:
         write_units(out, digest_of(FILES, shards), unit, missing, _units_of(files, unit), len(files))
     try:
@@ -239,17 +242,17 @@ def _unit_by_path(unit: str | None, missing: Missing, out: Path) -> tuple[str | 
     return unit, missing
 
 
-def _write_columns(target: Path, files: list[ImageFile], digests: np.ndarray | None) -> None:
+def _write_columns(target: Path, files: list[ImageFile], digests: np.ndarray | None, mode: int) -> None:
     rows = np.zeros(len(files), dtype=_ROW)
     rows["end"] = np.cumsum([len(file.name) for file in files])
     rows["size"] = [file.size for file in files]
     (target / DIGESTS).unlink(missing_ok=True)
-    with index_file(target / NAMES) as file:
+    with index_file(target / NAMES, mode) as file:
         file.write(b"".join(image.name for image in files))
-    with index_file(target / ROWS) as file:
+    with index_file(target / ROWS, mode) as file:
         np.save(file, rows)
     if digests is not None:
-        with index_file(target / DIGESTS) as file:
+        with index_file(target / DIGESTS, mode) as file:
             np.save(file, digests)
 
 

@@ -45,12 +45,14 @@ def shared_shard(one: Sequence[Shard], other: Sequence[Shard]) -> Shard | None:
     return next((shard for shard in other if shard.records and shard.sha256 in contents), None)
 
 
-def write_manifest(target: Path, kind: str, root: Place, shards: Sequence[Shard], extra: dict[str, Any]) -> None:
+def write_manifest(
+    target: Path, kind: str, root: Place, shards: Sequence[Shard], extra: dict[str, Any], mode: int
+) -> None:
     """One line per shard, so that two manifests can be compared by eye and by diff."""
     where = os.path.relpath(root, target) if isinstance(root, Path) else root
     head = {"format": FORMAT, "kind": kind, "folder": where, "records": sum(shard.records for shard in shards), **extra}
     lines = [json.dumps({key: value for key, value in asdict(shard).items() if value != ""}) for shard in shards]
-    with index_file(target / MANIFEST) as file:
+    with index_file(target / MANIFEST, mode) as file:
         file.write((json.dumps(head)[:-1] + ', "shards": [\n' + ",\n".join(lines) + "\n]}\n").encode())
 
 

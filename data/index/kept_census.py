@@ -69,7 +69,7 @@ def _count(value: Any) -> int:
 def write_census(folder: Path, digest: str, shards: Sequence[Names | None]) -> None:
     """`digest` is that of the manifest, in whose order the shards are; None for one whose members were not read."""
     facts = [None if names is None else vars(names) for names in shards]
-    with index_file(folder / CENSUS, 0o600) as file:
+    with index_file(folder / CENSUS) as file:
         head = json.dumps({"format": _FORMAT, "manifest": digest})[:-1]
         lines = ",\n".join(json.dumps(each, sort_keys=True) for each in facts)
         file.write(f'{head}, "shards": [\n{lines}\n]}}\n'.encode())

@@ -10,12 +10,14 @@ from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import FILES, FOLDER, MANIFEST, Handling, find, mend, read_manifest
 from murmuration.data.index.shard_index import ShardIndex, expand
 from murmuration.data.index.units import UnitTable, read_units
-from murmuration.data.store.place import RecordIndex, ShardError, is_url
+from murmuration.data.store.place import RecordIndex, ShardError, is_url, require_no_access
 
 
 def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent") -> RecordIndex:
     """Open the kind of index that `folder` contains; see ShardIndex.open and FolderIndex.open. A pattern and a single
     tar are opened by the index beside their shards, if it is an index of these shards and of no others."""
+    if is_url(text := os.fspath(folder)):
+        require_no_access(text)
     if _names_shards(folder):
         return _by_pattern(folder, excluded)
     kind = read_manifest(folder).kind

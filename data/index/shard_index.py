@@ -38,7 +38,7 @@ from murmuration.data.index.format import (
 from murmuration.data.index.salt import SALT, make_salt
 from murmuration.data.index.scan import scan
 from murmuration.data.store.index_files import cannot_write, open_npy
-from murmuration.data.store.place import Place, Shard, ShardError, is_url, join
+from murmuration.data.store.place import Place, Shard, ShardError, is_url, join, require_no_access
 from murmuration.data.store.tar import parse
 
 __all__ = ["ShardIndex", "Wanted", "build", "expand", "shared_shard"]
@@ -54,7 +54,9 @@ def expand(pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -
     if not isinstance(pattern, str | os.PathLike):
         return [place for each in pattern for place in expand(each)]
     text = os.fspath(pattern)
-    if not is_url(text) and os.path.isdir(text):
+    if is_url(text):
+        require_no_access(text)
+    elif os.path.isdir(text):
         found = sorted(Path(text).glob("*.tar"))
         if not found:
             raise ShardError(f"{text}: no *.tar in this folder; name the folder that contains the shards")

@@ -221,7 +221,7 @@ def write_units(
     """Write the table of an index; `parts` are the hashes of its records in order, `manifest` its digest."""
     (target / FACTS).unlink(missing_ok=True)  # a kill in between leaves no table, and not half of two
     hashed = hashlib.sha256()
-    with index_file(target / DIGESTS, 0o600) as file:
+    with index_file(target / DIGESTS) as file:
         shape = (records, DIGEST_BYTES)
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
         for part in parts:
@@ -238,13 +238,13 @@ def write_units(
     order = np.argsort(of, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(of), dtype=np.int64)])
     for name, values in ((OF, of), (RECORDS, order), (STARTS, starts)):
-        with index_file(target / name, 0o600) as file:
+        with index_file(target / name) as file:
             np.save(file, values.astype("<i8", copy=False))
     facts = {
         "format": FORMAT, "manifest": manifest, "unit": by, "missing": missing, "units": len(starts) - 1,
         "records": records, "digest": _digest_of(starts, of), "names_sha256": hashed.hexdigest(),
     }  # fmt: skip
-    with index_file(target / FACTS, 0o600) as file:
+    with index_file(target / FACTS) as file:
         file.write(json.dumps(facts).encode() + b"\n")
     found = read_units(target, manifest, records)
     assert found is not None

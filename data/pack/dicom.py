@@ -10,6 +10,7 @@ several frames the first one is taken, as of an animation.
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ class Window:
     width: float
 
     def __post_init__(self) -> None:
-        if not self.width >= 1:
-            raise PackError(f"--window {self.centre:g} {self.width:g}: the width is at least 1")
+        if not (math.isfinite(self.centre) and 1 <= self.width < math.inf):
+            raise PackError(f"--window {self.centre:g} {self.width:g}: both are finite, and the width is at least 1")
 
     def shown(self, values: np.ndarray) -> np.ndarray:
         """PS3.3 C.11.2.1.2.1, for 8 bits."""

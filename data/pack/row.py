@@ -18,6 +18,7 @@ from murmuration.data.store.index_files import open_regular
 from murmuration.data.store.place import ShardError
 
 MISSING = "missing file"
+OUTSIDE = "file name outside SOURCE"
 UNREADABLE = "unreadable row"
 NO_NAME = "no image named"
 EMPTY_CAPTION = "empty caption"
@@ -106,8 +107,12 @@ class Files:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._inside = os.path.join(os.path.abspath(root), "")
 
     def identity(self, row: Row) -> tuple[str, int]:
+        # By its text: links below SOURCE are its owner's, but a table may be somebody else's.
+        if not os.path.normpath(os.path.join(self._inside, row.at)).startswith(self._inside):
+            raise BadPicture(OUTSIDE, "")
         try:
             found = os.stat(os.path.join(self.root, row.at))
         except (OSError, ValueError) as error:

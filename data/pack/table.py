@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from murmuration.data.pack.columns import Cells, Columns
 from murmuration.data.pack.json_stream import elements
@@ -16,6 +16,7 @@ from murmuration.data.pack.row import UNREADABLE, Fault, Files, PackError, Row
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _LONGEST_CELL = 16 << 20
+_MOST_LINES = 1000  # of one row
 _ROWS_FOR_NAMES = 100  # a row of JSON may lack a field that others have
 
 
@@ -25,10 +26,11 @@ class Table(Files):
     def __init__(self, root: Path, table: Path, columns: Columns) -> None:
         super().__init__(root)
         self._table = table
-        first = [cells[1] for cells in islice(self._cells(), _ROWS_FOR_NAMES) if not isinstance(cells, Fault)]
-        if not first:
-            raise PackError(f"{table}: no readable row; name a table with one row per image or caption")
-        known = list(dict.fromkeys(name for cells in first for name in cells))
+        first = list(islice(self._cells(), _ROWS_FOR_NAMES))
+        known = list(dict.fromkeys(name for each in first if not isinstance(each, Fault) for name in each[1]))
+        if not known:
+            why = next((f" ({each.row}: {each.detail})" for each in first if isinstance(each, Fault)), "")
+            raise PackError(f"{table}: no readable row{why}; name a table with one row per image or caption")
         self._columns = columns.within(known, table)
         self.told = f"{table.name}: {self._columns.told()}"
 
@@ -55,23 +57,50 @@ def _lines(table: Path) -> Iterator[tuple[str, Cells] | Fault]:
         header = file.readline()
         file.seek(0)
         # open_clip writes tab-separated tables that are called .csv.
-        lines = csv.reader(file, delimiter="\t" if header.count("\t") > header.count(",") else ",")
-        names = next(lines, [])
-        if len(set(names)) < len(names) or not names:
+        rows = _rows(file, "\t" if header.count("\t") > header.count(",") else ",", table)
+        names = next(rows, (1, []))[1]
+        if isinstance(names, csv.Error) or len(set(names)) < len(names) or not names:
             raise PackError(f"{table}: its first line must name the columns, each once; add a header")
-        while True:
-            where = f"{table.name}:{lines.line_num + 1}"
-            try:
-                cells = next(lines)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Fault(where, "", UNREADABLE, str(error))
-                continue
-            if len(cells) == len(names):
+        for first, cells in rows:
+            where = f"{table.name}:{first}"
+            if isinstance(cells, csv.Error):
+                yield Fault(where, "", UNREADABLE, str(cells))
+            elif len(cells) == len(names):
                 yield where, dict(zip(names, cells, strict=True))
             elif cells:
                 yield Fault(where, "", UNREADABLE, f"{len(cells)} cells for {len(names)} columns")
+
+
+def _rows(file: TextIO, delimiter: str, table: Path) -> Iterator[tuple[int, list[str] | csv.Error]]:
+    """The number of each row's first line, and its cells or what is wrong. Quotes within one line are taken as they
+    come; those that are not closed in the line where they begin take whole rows for text, so they must be right."""
+    last = [""]
+
+    def noted(line: str) -> str:
+        last[0] = line
+        return line
+
+    rows = csv.reader(map(noted, file), delimiter=delimiter, strict=True)
+    while True:
+        first, fault = rows.line_num + 1, ""
+        try:
+            cells = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            cells, fault = error, str(error)
+        taken = rows.line_num - first
+        if taken and (fault or taken > _MOST_LINES):
+            raise PackError(
+                f"{table}:{first}: a quote that begins in this row takes {taken} more lines for its text"
+                f"{f' ({fault})' if fault else ''}; close it, or write a quote within a quoted cell twice"
+            )
+        if fault:
+            try:
+                cells = next(csv.reader(last, delimiter=delimiter))
+            except csv.Error as error:
+                cells = error
+        yield first, cells
 
 
 def _json_lines(table: Path) -> Iterator[tuple[str, Cells] | Fault]:

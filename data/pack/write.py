@@ -1,7 +1,8 @@
 """A plan becomes indexed tar shards, in an order and with bytes that depend on the input alone.
 
 Each shard appears complete or not at all, and the folder gets its name with its index once all shards are there. After
-a kill the same command makes what is missing, and the result is the same bytes.
+a kill the same command makes what is missing, and the result is the same bytes. All of it is the owner's alone: a table
+may be more private than the pictures that it names.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import sqlite3
+import stat
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from murmuration.accounting.durable import sync, try_lock
+from murmuration.accounting.durable import remove_left, sync, try_lock
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.fields import CAPTIONS
@@ -86,7 +88,10 @@ class Packed:
 def pack(layout: Layout, request: Request, progress: Callable[[int, int], None]) -> Packed:
     """Pack what the layout holds, or what an earlier call left."""
     work = request.target.with_name(f".{request.target.name}.partial")
+    there = os.path.lexists(work)
     make_folder(work)
+    if there and (not stat.S_ISDIR((about := work.lstat()).st_mode) or about.st_uid != os.geteuid()):
+        raise PackError(f"{work}: somebody else made it and could read what is packed; remove it or use another --out")
     with _only_one(work):
         path = work / "plan.sqlite"
         try:
@@ -161,8 +166,7 @@ class _Packer:
             _write_json(begun, {"digest": self._digest})
         for name in (*_PARTS, "notes"):
             make_folder(self._work / name)
-        for half in self._work.rglob(".*.tmp"):  # what a kill left of a file; this process holds the lock
-            half.unlink()
+            remove_left(self._work / name)
 
     def _there(self, part: int) -> bool:
         return _digest_in(self._request.targets[part] / RECEIPT) == self._digest
@@ -186,10 +190,10 @@ class _Packer:
                 chunk = list(islice(records, self._request.per_shard))
                 if self._made(part, number):
                     continue
-                with index_file(self._shard(part, number)) as file:
+                with index_file(self._shard(part, number), tidy=False) as file:
                     faults = _write_shard(file, chunk, pictures, self._members)
                     # Before the shard gets its name: what a finished shard leaves out is known.
-                    _write_json(self._notes(part, number), [asdict(fault) for fault in faults], 0o600)
+                    _write_json(self._notes(part, number), [asdict(fault) for fault in faults], tidy=False)
                 done += 1
                 self._progress(done, total)
         return done
@@ -224,7 +228,7 @@ class _Packer:
         folder.rename(target)
 
     def _list_left_out(self, folder: Path) -> None:
-        with index_file(folder / LEFT_OUT, 0o600) as file:
+        with index_file(folder / LEFT_OUT) as file:
             for fault in self._plan.faults():
                 file.write(_line(asdict(fault)))
             for path in sorted((self._work / "notes").iterdir()):
@@ -241,8 +245,8 @@ def _listed(target: Path) -> Iterator[dict[str, str]]:
         yield from map(json.loads, file)
 
 
-def _write_json(path: Path, value: Any, mode: int = 0o644) -> None:
-    with index_file(path, mode) as file:
+def _write_json(path: Path, value: Any, tidy: bool = True) -> None:
+    with index_file(path, tidy=tidy) as file:
         file.write(json.dumps(value).encode() + b"\n")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
-import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.strict_json import parse
-from murmuration.data.store.place import ShardError
+from murmuration.data.store.place import Place, ShardError
 
 _AGAIN = "then repeat the command"
 _FIXES = {
@@ -25,16 +25,16 @@ _FIXES = {
     errno.EFBIG: f"raise the limit of file sizes (ulimit -f), {_AGAIN}",
 }
 
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)  # errors of file systems without hard links
+OWNER_ALONE, FOR_ALL = 0o600, 0o644
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @contextmanager
-def index_file(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
+def index_file(path: Path, mode: int = OWNER_ALONE, tidy: bool = True) -> Iterator[IO[bytes]]:
     """`atomic`, but a full or read-only disk is a ShardError that names the file and the fix."""
     try:
-        with atomic(path, mode) as file:
+        with atomic(path, mode, tidy=tidy) as file:
             yield file
     except OSError as error:
         raise cannot_write(path, error) from error
@@ -42,30 +42,36 @@ def index_file(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
 
 def write_once(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write the file if it does not exist; of several processes that do so at once, one wins. OSError on failure."""
-    if path.exists():
-        return
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with atomic(aside, mode) as file:
+    if not path.exists():
+        with atomic(path, mode, once=True) as file:
             file.write(content)
-        try:
-            os.link(aside, path)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            aside.rename(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
-def make_folder(target: Path) -> None:
-    """Make the folder; ShardError if it cannot be made, because data are often on read-only storage."""
+def make_folder(target: Path, mode: int = OWNER_ALONE) -> None:
+    """Make the folder, for files of this mode; ShardError if it cannot be made, because data are often on read-only
+    storage."""
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.mkdir(mode | (mode & 0o444) >> 2, exist_ok=True)
     except OSError as error:
         raise cannot_write(target, error) from error
+
+
+def mode_like(shards: Collection[Place]) -> int:
+    """The mode of files that tell of these shards. Nobody knows who may read what is behind a URL."""
+    paths = [shard for shard in shards if isinstance(shard, Path)]
+    with contextlib.suppress(OSError):
+        if len(paths) == len(shards):
+            return mode_between((path.stat().st_mode for path in paths), {path.parent for path in paths})
+    return OWNER_ALONE
+
+
+def mode_between(modes: Iterable[int], folders: Iterable[Path]) -> int:
+    """The mode of files that tell of the ones with these modes in these folders: for everybody if everybody can read
+    each of them, or else for the owner alone."""
+    ways = {way for folder in map(Path.resolve, folders) for way in (folder, *folder.parents)}
+    readable = all(mode & stat.S_IROTH for mode in modes)
+    return FOR_ALL if readable and all(way.stat().st_mode & stat.S_IXOTH for way in ways) else OWNER_ALONE
 
 
 def cannot_write(path: Path, error: OSError) -> ShardError:

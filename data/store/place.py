@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from murmuration.accounting.errors import RESUME_ME, RunError
 
@@ -39,6 +42,41 @@ class Shard:
 
 def is_url(place: str | os.PathLike[str]) -> bool:
     return isinstance(place, str) and "://" in place
+
+
+_ACCESS = re.compile(r"(?<=://)\S*@|([?#])\S*")
+HTTP_USERS = "MURMURATION_HTTP_USERS"
+"""The variable for users of web servers: USER:PASSWORD@HOST, and more of them behind spaces."""
+
+
+def without_access(text: str) -> str:
+    """The text without users and passwords of addresses, and without what follows the question mark of a signed one."""
+    return _ACCESS.sub(r"\1", text)
+
+
+def require_no_access(url: str) -> None:
+    """Refuse a URL that carries somebody's access: an index would keep it, and messages would print it."""
+    shown = without_access(url)
+    try:
+        parts, _ = urlsplit(url), urlsplit(url).port  # what follows a slash in a password is taken for a path
+        # A container of Azure stands before its account: abfss://container@account.
+        named = parts.password is not None or (parts.scheme in ("http", "https") and parts.username is not None)
+    except ValueError:  # whose text may quote a password
+        raise ShardError(f"{shown}: not a URL; correct it") from None
+    if named:
+        raise ShardError(
+            f"{shown}: the URL names a user or a password, which the index would keep and messages would print; leave "
+            f"it out, and give it as USER:PASSWORD@HOST in the variable {HTTP_USERS} or in those of the store (AWS_…)"
+        )
+    if parts.query or parts.fragment:
+        raise ShardError(f"{shown}: the URL of a shard has no ? or #, which often carry somebody's access; drop it")
+
+
+def is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 def join(root: Place, name: str) -> Place:

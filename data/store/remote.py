@@ -1,9 +1,9 @@
 """Shards behind a URL: HTTP(S), S3, Google and Azure stores, read by byte range through obstore.
 
 Credentials and endpoints come from the stores' usual environment variables (AWS_REGION, AWS_ENDPOINT_URL,
-AWS_SKIP_SIGNATURE for public buckets ...). Every answer gives the size, and usually the ETag, of the whole
-object; an object that is not the indexed one stops the run, because its records are other people's.
-Nothing is retried here: `data.batch.shard_reader` does that, so that all failures are treated alike.
+AWS_SKIP_SIGNATURE for public buckets ...), the users of web servers from HTTP_USERS. Every answer gives the size, and
+usually the ETag, of the whole object; an object that is not the indexed one stops the run, because its records are
+other people's. Nothing is retried here: `data.batch.shard_reader` does that, so that all failures are treated alike.
 
 The requested ranges reveal which records were drawn, so requests go only to the named host: redirects to other
 hosts or to plain http are refused. Errors reach the console, so they quote only the status of an answer.
@@ -11,7 +11,7 @@ hosts or to plain http are refused. Errors reach the console, so they quote only
 
 from __future__ import annotations
 
-import ipaddress
+import base64
 import os
 import re
 import threading
@@ -30,7 +30,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from murmuration.data.store.place import ShardError, UnreadableError
+from murmuration.data.store.place import HTTP_USERS, ShardError, UnreadableError, is_loopback, require_no_access
 from murmuration.data.store.retry import Patience, patiently
 
 TIMEOUT_SECONDS = 30.0
@@ -92,14 +92,10 @@ class Stores:
             raise OSError(_reason(error)) from None
 
     def _store(self, url: str) -> tuple[Any, str]:
-        try:
-            parts = urlsplit(url)
-        except ValueError as error:
-            raise ShardError(f"{url}: not a URL ({error}); correct it") from None
+        require_no_access(url)
+        parts = urlsplit(url)
         if parts.scheme not in SCHEMES:
             raise ShardError(f"{url}: {parts.scheme}:// is not supported; use one of {', '.join(SCHEMES)}")
-        if parts.query or parts.fragment:
-            raise ShardError(f"{parts.scheme}://{parts.netloc}{parts.path}: the URL of a shard has no ? or #; drop it")
         root = f"{parts.scheme}://{parts.netloc}"
         with self._lock:
             if root not in self._stores:
@@ -109,7 +105,7 @@ class Stores:
                     "allow_http": _plain_http(parts.scheme),
                 }
                 if parts.scheme in ("http", "https"):
-                    options |= _no_other_host(parts.scheme, parts.hostname or "")
+                    options |= _no_other_host(parts.scheme, parts.hostname or "") | _user(root)
                 try:
                     self._stores[root] = from_url(root, client_options=options, retry_config=_NO_RETRY)
                 except (BaseError, ValueError) as error:
@@ -133,25 +129,31 @@ def _plain_http(scheme: str) -> bool:
     )
 
 
+def _user(root: str) -> dict[str, Any]:
+    """Options that name the user whom the environment has for this server."""
+    host = urlsplit(root).netloc
+    for each in os.environ.get(HTTP_USERS, "").split():
+        access, at, place = each.rpartition("@")
+        if at and place == host:
+            if read_on_the_way(root) is not None:
+                raise ShardError(f"{root}: a password would be sent over plain http; use https, or no {HTTP_USERS}")
+            told = base64.b64encode(unquote(access).encode()).decode()
+            return {"default_headers": {"Authorization": f"Basic {told}"}}
+    return {}
+
+
 def read_on_the_way(url: str) -> str | None:
     """The URL or setting that makes requests readable on the way to the store; None if TLS or loopback protects
     them."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https"):
-        return f"http://{parts.netloc}" if parts.scheme == "http" and not _is_loopback(parts.hostname) else None
+        return f"http://{parts.netloc}" if parts.scheme == "http" and not is_loopback(parts.hostname) else None
     prefix = {"s3": "AWS_", "gs": "GOOGLE_"}.get(parts.scheme, "AZURE_")
     for name, text in sorted(os.environ.items()):
         endpoint = urlsplit(text) if name.startswith(prefix) and "ENDPOINT" in name else None
-        if endpoint is not None and endpoint.scheme.lower() == "http" and not _is_loopback(endpoint.hostname):
+        if endpoint is not None and endpoint.scheme.lower() == "http" and not is_loopback(endpoint.hostname):
             return f"{name}={text}"
     return None
-
-
-def _is_loopback(host: str | None) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def _no_other_host(scheme: str, host: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_dige
 from murmuration.data.index.open import open_index, open_units
 from murmuration.data.index.public_split import PublicSplit, SplitIndex
 from murmuration.data.index.selection import Selection
-from murmuration.data.store.place import RecordIndex, ShardError, is_url
+from murmuration.data.store.place import RecordIndex, ShardError, is_url, without_access
 from murmuration.evaluation.errors import EvaluationError
 
 
@@ -43,7 +43,7 @@ def place_of(given: str, option: str, public: bool) -> RecordsPlace:
         )
     if is_url(given):
         raise EvaluationError(
-            f"{given} is a URL; index it into a folder (prepare.py index URL --out FOLDER) and name that"
+            f"{without_access(given)} is a URL; index it into a folder (prepare.py index URL --out FOLDER) and name it"
         )
     path = Path(given)
     if not path.exists():

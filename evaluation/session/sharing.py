@@ -22,6 +22,7 @@ from murmuration.data.progress import Progress
 from murmuration.train.distributed.cores import own_cores
 from murmuration.train.distributed.process import describe_process, quiet_libraries
 from murmuration.train.distributed.ranks import APART, Alone, Ranks, results_of_all
+from murmuration.train.distributed.rendezvous import init_method
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -133,5 +134,5 @@ def started() -> tuple[Sharing, torch.device]:
     quiet_libraries()
     device = describe_process()
     # A rank may wait for one that reads a slow disk; one that dies closes its connections at once.
-    dist.init_process_group("gloo", timeout=APART)
+    dist.init_process_group("gloo", init_method(), APART)
     return Sharing(Ranks(dist.get_rank(), dist.get_world_size(), CPU)), device

@@ -413,17 +413,15 @@ def test_a_file_appears_whole_and_durable_with_its_mode(tmp_path: Path, monkeypa
         really(descriptor)
 
     monkeypatch.setattr(durable.os, "fsync", noting)
-    for one_writer in (False, True):
-        with durable.atomic(target, one_writer=one_writer) as file:
+    asides = set[str]()
+    for _ in range(2):
+        with durable.atomic(target) as file:
             file.write(b"whole")
-            [aside] = [path.name for path in tmp_path.iterdir() if path != target]
-            assert (str(os.getpid()) in aside) == (not one_writer), "several writers do not share a file"
+            asides.update(path.name for path in tmp_path.iterdir() if path != target)
         assert target.read_bytes() == b"whole" and stat.S_IMODE(target.stat().st_mode) == 0o644
         assert [path.parent for path in synced] == [tmp_path, tmp_path.parent], "the file, and then its name"
         synced.clear()
-    with durable.atomic(tmp_path / "other") as file:
-        file.write(b"whole")
-        assert str(os.getpid()) in next(tmp_path.glob(".other*")).name
+    assert len(asides) == 2, "several writers do not share a file, and nobody can guess its name"
     # All that are read are links of descriptors; the one of the listing itself is gone by then.
     left = [link for link in map(_link, Path("/proc/self/fd").iterdir()) if link.startswith(str(tmp_path))]
     assert not left, "a descriptor stayed open"
@@ -440,6 +438,36 @@ def test_a_file_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="full"), durable.atomic(tmp_path / "certificate.json"):
         raise OSError("the disk is full")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_writers_left_goes_with_the_next_write_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    target, victim, ours = tmp_path / "a", tmp_path / "victim", f".other.{'a' * 16}.tmp"
+    victim.write_bytes(b"theirs")
+    (tmp_path / ".notes.tmp").touch()
+    with durable.atomic(target) as slow:
+        slow.write(b"slow")
+        (tmp_path / ours).write_bytes(b"left")
+        (tmp_path / f".a.{'b' * 16}.tmp").symlink_to(victim)
+        for once in (False, True):
+            with durable.atomic(target, once=once) as fast:
+                fast.write(b"fast")
+            assert target.read_bytes() == b"fast" and not (tmp_path / ours).exists()
+    assert target.read_bytes() == b"slow"
+    with durable.atomic(target, once=True) as late:
+        late.write(b"late")
+    assert target.read_bytes() == b"slow" and victim.read_bytes() == b"theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".a.{'b' * 16}.tmp", ".notes.tmp", "a", "victim"]
+
+
+def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    monkeypatch.setattr(durable.secrets, "token_hex", lambda count: "0" * 2 * count)
+    (tmp_path / f".a.{'0' * 16}.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError), durable.atomic(tmp_path / "a") as file:
+        file.write(b"ours")
+    assert not victim.exists() and not (tmp_path / "a").exists()
 
 
 # What is declared is told

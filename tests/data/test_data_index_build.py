@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from murmuration.data.index.build import WorkArea
 from murmuration.data.index.scan import scan, settled
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.store.place import ShardError
+from murmuration.launch.prepare import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index"]
@@ -119,6 +122,56 @@ def _complete(out: Path) -> dict[str, int]:
             if not path.name.startswith("."):
                 found[path.name] = path.stat().st_mtime_ns
     return found
+
+
+def test_a_killed_builder_leaves_nothing_for_ever(small_set: ShardIndex, tmp_path: Path) -> None:
+    shards, out = small_set.folder.parent, tmp_path / "out"
+    command = ["index", str(shards), "--out", str(out), "--unit", "key:(.)"]
+    for name in ("offsets.npy", "manifest.json", "stamps.json", "unit_digests.npy", "unit_of.npy", "units.json"):
+        child = get_context("fork").Process(target=_killed_in, args=(name, command))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL and [each for each in out.rglob("*.tmp") if name in each.name]
+    assert main(command) == 0
+    names = {path.name for path in out.rglob("*")}
+    assert not [name for name in names if name.endswith(".tmp") or name.startswith(".")], names
+    assert _files(out) == _files(small_set.folder)
+
+
+def _killed_in(name: str, command: list[str]) -> None:
+    """The command, in a process that is killed as it makes this file durable."""
+    really = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if f".{name}." in os.readlink(f"/proc/self/fd/{descriptor}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        really(descriptor)
+
+    os.fsync = fsync
+    main(command)
+
+
+@pytest.mark.parametrize("kind", ["shards", "images"])
+@pytest.mark.parametrize("private", ["", "file", "folder"])
+def test_an_index_is_for_those_who_can_read_the_records(
+    write_tar: Callable[..., Path], picture: Callable[..., bytes], kind: str, private: str, capsys
+) -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed
+        source, out = Path(name) / "source", Path(name) / "out"
+        Path(name).chmod(0o755)
+        source.mkdir()
+        for each in "ab":
+            if kind == "shards":
+                write_tar(source / f"{each}.tar", [{"__key__": each, "jpg": picture(ord(each))}])
+            else:
+                (source / f"{each}.jpg").write_bytes(picture(ord(each)))
+        if private:
+            (source if private == "folder" else next(source.iterdir())).chmod(0o700)
+        assert main(["index", str(source), "--out", str(out)]) == 0
+        own = "salt.key", "census.json"  # always
+        modes = {path.stat().st_mode & 0o777 for path in out.iterdir() if path.name not in own}
+        assert (out.stat().st_mode & 0o777, modes) == ((0o700, {0o600}) if private else (0o755, {0o644}))
+        assert ("only you can read the index" in capsys.readouterr().out) == bool(private)
 
 
 def test_only_new_and_changed_shards_are_scanned(small_set: ShardIndex, write_tar: Callable[..., Path]) -> None:

@@ -53,8 +53,8 @@ def huge(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Shard(f"{i:06d}.tar", _PER_SHARD, 1 << 20, f"{i:064x}", hashlib.sha256(_starts(i).tobytes()).hexdigest())
         for i in range(_COUNT)
     ]
-    write_offsets(target, shards, (_starts(i) for i in range(_COUNT)))
-    write_manifest(target, SHARDS, target.parent, shards, {})
+    write_offsets(target, shards, (_starts(i) for i in range(_COUNT)), 0o600)
+    write_manifest(target, SHARDS, target.parent, shards, {}, 0o600)
     return target
 
 

@@ -193,6 +193,72 @@ def test_every_bad_row_is_listed_and_counted(pictures: Path, tmp_path: Path, cap
     assert sum("captions" in json.loads(each.get("json", b"{}")) for each in found) == 1, "one file by two names"
 
 
+def test_only_the_owner_can_read_what_was_packed(pictures: Path, tmp_path: Path, capsys) -> None:
+    """Pictures and captions that only their owner could read."""
+    for path in pictures.rglob("scan*"):
+        path.chmod(0o600)
+    table = write_csv(tmp_path / "t.csv", [["file_name", "caption"], *([name, "ill"] for name in names(pictures))])
+    table.chmod(0o600)
+    old = os.umask(0)
+    try:
+        pack(pictures, "--csv", table, "--out", tmp_path / "out", "--hold-out", "0.3")
+    finally:
+        os.umask(old)
+    assert f"chmod -R a+rX {tmp_path / 'out'} {tmp_path / 'out-held-out'}\n" in capsys.readouterr().out
+    for out in (tmp_path / "out", tmp_path / "out-held-out"):
+        modes = {path.name: path.stat().st_mode & 0o777 for path in [out, *out.rglob("*")]}
+        assert {mode for name, mode in modes.items() if name in (out.name, "index")} == {0o700}
+        assert {mode for name, mode in modes.items() if name not in (out.name, "index")} == {0o600}
+
+
+def test_a_folder_that_somebody_else_made_is_not_packed_into(pictures: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / ".out.partial").symlink_to(tmp_path / "theirs")
+    assert main(["pack", str(pictures), "--out", str(tmp_path / "out")]) == 2
+    assert "somebody else made it and could read what is packed; remove it" in capsys.readouterr().err
+    assert not list((tmp_path / "theirs").iterdir())
+
+
+@pytest.mark.parametrize("way", ["../secret.jpg", "ward/../../secret.jpg", "{tmp}/secret.jpg", "..\\secret.jpg"])
+def test_a_table_names_no_file_outside_of_its_folder(pictures: Path, tmp_path: Path, picture, way: str, capsys) -> None:
+    (tmp_path / "secret.jpg").write_bytes(picture(99))
+    own = [names(pictures)[0], str(pictures / names(pictures)[1])]
+    table = write_csv(tmp_path / "t.csv", [["file_name"], *([name] for name in (*own, way.format(tmp=tmp_path)))])
+    pack(pictures, "--csv", table, "--out", tmp_path / "out")
+    assert "left out: 1 × file name outside SOURCE" in capsys.readouterr().out
+    assert len(records(tmp_path / "out")) == 2
+    table = write_csv(table, [["file_name"], [way.format(tmp=tmp_path)]])
+    assert main(["pack", str(pictures), "--csv", str(table), "--out", str(tmp_path / "other")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (['{0},"open', *["{1},text"] * 3000], "t.csv:2: a quote that begins in this row takes 3000 more lines"),
+        (['{0},"open', "{1},text", '{2},"a, b"'], "t.csv:2: a quote that begins in this row takes 2 more lines"),
+        (['{0},"open', *["{1},text"] * 2000, '"'], "t.csv:2: a quote that begins in this row takes 2001 more lines"),
+        (['{0},"' + "x" * (17 << 20) + '"'], "t.csv:2: field larger than field limit"),
+        (['{0},"two', 'lines"', '{1},"a "b" c"', '{2},5" nail'], ""),
+    ],
+)
+def test_a_quote_that_is_not_closed_takes_no_rows_for_text(
+    pictures: Path, tmp_path: Path, lines: list[str], said: str, capsys
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("\n".join(["file_name,caption", *lines]).format(*names(pictures)) + "\n")
+    code = main(["pack", str(pictures), "--csv", str(table), "--out", str(tmp_path / "out"), "--workers", "1"])
+    assert code == (2 if said else 0) and said in capsys.readouterr().err
+    if not said:
+        assert [each["txt"] for each in records(tmp_path / "out")] == [b"two\nlines", b'a b" c"', b'5" nail']
+
+
+@pytest.mark.parametrize("window", [("nan", "inf"), ("0", "nan"), ("inf", "5"), ("0", "inf"), ("0", "0.5")])
+def test_a_window_is_two_numbers(pictures: Path, tmp_path: Path, window: tuple[str, str], capsys) -> None:
+    assert main(["pack", str(pictures), "--out", str(tmp_path / "out"), "--window", *window]) == 2
+    assert "both are finite, and the width is at least 1" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_nothing_is_packed_of_names_that_lead_nowhere(pictures: Path, tmp_path: Path, capsys) -> None:
     table = write_csv(tmp_path / "t.csv", [["path", "caption"], *([f"elsewhere/{n}.jpg", "x"] for n in range(5))])
     assert main(["pack", str(pictures), "--csv", str(table), "--out", str(tmp_path / "out")]) == 2
@@ -307,7 +373,7 @@ def test_killed_again_and_again_it_gives_the_same_bytes(many: list[str], tmp_pat
         assert made.items() <= now.items(), "a finished shard is kept"
         kills, made = kills + 1, now
         # As a kill in mid-write leaves it.
-        (out.parent / ".set.partial" / "records" / ".000019.tar.1.tmp").write_bytes(b"half")
+        (out.parent / ".set.partial" / "records" / f".000019.tar.{'0' * 16}.tmp").write_bytes(b"half")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in ("set", "set-held-out"):

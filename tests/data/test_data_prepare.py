@@ -34,7 +34,7 @@ def pictures(tmp_path: Path, picture: Callable[..., bytes], monkeypatch: pytest.
         ("demo --out d --private 0", "--private 0: at least 1 record is needed"),
         ("demo --out d --size 7", "--size 7: choose 8 to 1024 pixels"),
         ("demo --out d --tint nan", "--tint nan: choose 0 to 95 levels"),
-        ("index http://[x/{0..1}.tar --out i", "not a URL (Invalid IPv6 URL)"),
+        ("index http://[x/{0..1}.tar --out i", "not a URL; correct it"),
         ("index x{5..1}.tar --out i", "not a range of shards"),
         ("pack pics --csv x.parquet --out o", "x.parquet: not a readable parquet file"),
         ("pack pics --csv digits.json --out o", "digits.json: not JSON"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
+import json
 import re
 import socket
 import ssl
@@ -22,11 +24,15 @@ from cryptography.x509.oid import NameOID
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.index.shard_index import ShardIndex, build
-from murmuration.data.store.place import ShardError, UnreadableError
+from murmuration.data.store.place import HTTP_USERS, ShardError, UnreadableError
 from murmuration.data.store.remote import Stores, open_shard, read_on_the_way
 from murmuration.data.store.retry import Patience, until_hopeless
+from murmuration.launch.init import main as init
+from murmuration.launch.prepare import main as prepare
+from murmuration.train.commands.train import main as train
 from tests.support.range_server import RangeServer, serving
 
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "000000.tar"
 NOW = datetime.now(UTC)
 Signer = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
@@ -270,6 +276,59 @@ def test_a_few_missing_shards_are_all_told(server: RangeServer, tmp_path: Path, 
     with pytest.raises(ShardError, match=r"000003\.tar.*2 more shards were refused as well"):
         build(server.url + "/{000003,000000,000004,000005,000001}.tar", tmp_path / "some-index", workers=1)
     assert {"000000.tar", "000001.tar"} <= server.requests.keys()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "{user}@{host}/{{000000..000002}}.tar",
+        "{host}/000000.tar?sig=pa55/word",
+        "me:pa55/word@{host}/0.tar",
+    ],
+)
+@pytest.mark.parametrize("asked", ["index", "fetch", "init", "train", "set"])
+def test_a_password_in_a_url_is_refused_and_neither_kept_nor_printed(
+    server: RangeServer, tmp_path: Path, asked: str, given: str, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scheme, _, host = server.url.partition("://")
+    url = f"{scheme}://" + given.format(user="me:pa55word", host=host)
+    if asked == "fetch":  # of an index that somebody edited
+        with pytest.raises(ShardError, match=r"names a user or a password|has no \? or #|not a URL") as caught:
+            Stores().fetch(url, 0, 512)
+        assert "pa55" not in str(caught.value)
+        return
+    config = json.loads((ROOT / "ds_configs" / "demo.json").read_text())
+    config["phases"][-1]["data"] |= {"path": url if asked == "train" else "/shards"}
+    (tmp_path / "my.json").write_text(json.dumps(config))
+    before = {path.name for path in tmp_path.rglob("*")}
+    code = {
+        "index": lambda: prepare(["index", url, "--out", "out"]),
+        "init": lambda: init(["mae", "--data", url, "--out", "new.json"]),
+        "train": lambda: train(["--config", "my.json"]),
+        "set": lambda: train(["--config", "my.json", "--set", f"phases.0.data.path={url}"]),
+    }[asked]()
+    said = capfd.readouterr()
+    assert code == 2 and "pa55" not in said.out + said.err
+    refusals = "variable MURMURATION_HTTP_USERS", "the URL of a shard has no ? or #", "not a URL; correct it"
+    assert any(each in said.err for each in refusals)
+    assert {path.name for path in tmp_path.rglob("*")} == before
+
+
+def test_the_environment_names_the_user_of_a_server(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    host = server.url.partition("://")[2]
+    monkeypatch.setenv(HTTP_USERS, f"other:no@elsewhere me:pa%40ss@{host}")
+    assert prepare(["index", f"{server.url}/{{000000..000002}}.tar", "--out", str(tmp_path / "out")]) == 0
+    index = ShardIndex.open(tmp_path / "out")
+    assert server.users == {"Basic " + base64.b64encode(b"me:pa@ss").decode()}
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
+    assert index.records == 25 and b"pa%40ss" not in kept and "pa%40ss" not in "".join(capfd.readouterr())
+    monkeypatch.setenv(HTTP_USERS, "me:pa55word@data.example")
+    with pytest.raises(ShardError, match="a password would be sent over plain http; use https") as caught:
+        Stores().identify("http://data.example/a.tar")
+    assert "pa55" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_without_and_with_it(
     with capsys.disabled():
         print(f"\nhost {lost} {how}: the job ended {seconds:.1f} s later (run.stall_seconds = {STALL})")
     codes, outputs = [code for code, _ in found], [output for _, output in found]
+    assert "the ranks meet at 10.77.0.1:" in outputs[0], outputs[0]
     if how == "cut off":
         assert codes == [75, 75], outputs
         assert "no progress for 20 s (run.stall_seconds)" in outputs[0], outputs

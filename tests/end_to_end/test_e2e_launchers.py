@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +91,21 @@ exit $(cat {folder}/code)
 """
 STOPPED, FAILED = {"status": "stopped, resume me", "step": 4}, {"status": "failed", "error": "LedgerError"}
 TRAINING = {"status": "training; resume me if killed", "step": 4}
+TRAINED, DONE = {"status": "trained; its certificate is not written"}, {"status": "done", "run": "x"}
 
 
-def end(script: str, folder: Path, code: int, state: dict[str, Any] | None, acts: bool = True) -> tuple[int, str]:
-    """How a script ends whose earlier start was stopped: this start writes `state` and acts, its launcher ends."""
+def end(
+    script: str, folder: Path, code: int, state: dict[str, Any] | None, acts: bool = True, arguments: Sequence[str] = ()
+) -> tuple[int, str]:  # fmt: skip
+    """How a script (or the demo) ends whose earlier start was stopped: this start writes `state` and acts, its launcher
+    ends."""
     shutil.copytree(ROOT / "launch", folder / "launch", dirs_exist_ok=True)
     for launcher in ("torchrun", "deepspeed", "srun"):
         place(launcher, ENDING, folder)
     place("scontrol", SCONTROL, folder)
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(folder / "bin")
+    (folder / ".venv" / ".ready").touch()
     (folder / "hostfile").write_text("localhost slots=2\n")
     run_dir = RunDir(folder / "run")
     run_dir.root.mkdir()
@@ -116,7 +121,7 @@ def end(script: str, folder: Path, code: int, state: dict[str, Any] | None, acts
         "PATH": f"{folder / 'bin'}:{environment()['PATH']}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NODELIST": "node-1", "CONFIG": "any.json", "RUN_DIR": str(run_dir.root),
     }  # fmt: skip
-    command = ["sh", str(folder / "launch" / script)]
+    command = ["sh", str(folder / "launch" / script), *arguments] if script else ["make", "demo", "GPUS=2"]
     done = subprocess.run(command, cwd=folder, env=environment() | variables, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -129,7 +134,8 @@ def end(script: str, folder: Path, code: int, state: dict[str, Any] | None, acts
         (2, None, 2), (5, None, 5), (137, None, 137), (1, FAILED, 1),
         (1, STOPPED, 75), (137, STOPPED, 75), (75, STOPPED, 75),
         (5, STOPPED, 5),  # one rank was refused and the others were stopped
-        (0, STOPPED, 0),
+        (0, STOPPED, 75), (0, TRAINING, 75), (0, TRAINED, 75),  # a process of the launcher was killed
+        (0, None, 1), (0, FAILED, 1), (0, DONE, 0), (1, DONE, 1), (1, TRAINED, 1),
         (137, TRAINING, 75), (1, TRAINING, 75), (5, TRAINING, 5),  # killed before it could write another
     ],
 )  # fmt: skip
@@ -143,9 +149,31 @@ def test_a_script_says_resume_me_only_if_this_very_start_was_stopped(
 
 
 def test_slurm_does_not_queue_again_what_gets_nowhere(tmp_path: Path) -> None:
-    code, output = end("slurm.sh", tmp_path, 137, STOPPED, acts=False)
-    assert code == 137 and "it is not queued again" in output, output
-    assert not (tmp_path / "scontrol").exists()
+    for launched, expected in ((137, 137), (0, 75)):
+        folder = tmp_path / str(launched)
+        folder.mkdir()
+        code, output = end("slurm.sh", folder, launched, STOPPED, acts=False)
+        assert code == expected and "it is not queued again" in output, output
+        assert not (folder / "scontrol").exists()
+
+
+def test_a_dry_run_by_a_script_is_no_stopped_run(tmp_path: Path) -> None:
+    code, output = end("deepspeed.sh", tmp_path, 0, None, arguments=("--dry-run",))
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(("code", "state", "goes_on"), [(0, STOPPED, False), (0, DONE, True), (4, FAILED, False)])
+def test_the_demo_ends_where_its_run_was_stopped(
+    tmp_path: Path, code: int, state: dict[str, Any], goes_on: bool
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(tmp_path / "run")
+    place("python", '#!/bin/sh\necho "$@" >> {folder}/started\n', tmp_path)
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text().replace("$(READY): ", "never: "))
+    found, output = end("", tmp_path, code, state)
+    assert (found == 0) == goes_on, output
+    said = (tmp_path / "started").read_text()
+    assert said.startswith("launch/prepare.py demo\n") and ("account.py verify" in said) == goes_on
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from murmuration.accounting.keys import RunKey, store
+from murmuration.train.commands.export import main as export
 from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.checkpoint import Loaded
 from tests.support import forking
@@ -146,6 +148,13 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     assert all(torch.equal(exported[name], tensor) for name, tensor in final_weights(run_dir).items())
     assert account("verify", str(out)).returncode == 0, "an export carries what its claim needs"
     assert "(0.001, 0)" not in (out / "certificate.md").read_text()
+    old = os.umask(0o077)
+    try:
+        assert export([str(run_dir), str(tmp_path / "closed")]) == 0
+    finally:
+        os.umask(old)
+    modes = {path.stat().st_mode & 0o077 for path in (tmp_path / "closed", *(tmp_path / "closed").rglob("*"))}
+    assert modes == {0}, "what is not private is opened for nobody"
     alone = shutil.copy(out / "model.safetensors", tmp_path / "alone.safetensors")
     assert WarmStart.at(Path(alone)).protected == WarmStart.at(run_dir).protected != frozenset()
     uses = [line["use"] for line in ledger_lines(run_dir) if line["kind"] == "public"]

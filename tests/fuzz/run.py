@@ -83,8 +83,9 @@ class Summary:
         return "\n".join(lines)
 
 
-def fuzz(name: str, seed: int, seconds: float, most_cases: int | None = None, keep: bool = True) -> Summary:
-    """Until either is used up. Everything in the corpus comes first, so that what is known is not written again."""
+def fuzz(name: str, seed: int, cases: int, keep: bool = True) -> Summary:
+    """As many cases on any machine, under any load. Everything in the corpus comes first, so that what is known is not
+    written again."""
     summary = Summary(name, seed)
     with opened(name) as (target, worker):
         honest = target.seeds()
@@ -98,7 +99,7 @@ def fuzz(name: str, seed: int, seconds: float, most_cases: int | None = None, ke
                 summary.findings[result.signature] = (path, result)
             pool.append(data)
         chance, begun = Random(f"{name} {seed}"), time.monotonic()
-        while time.monotonic() - begun < seconds and (most_cases is None or summary.cases < most_cases):
+        while summary.cases < cases:
             base = chance.choice(honest if chance.random() < 0.5 else pool)
             data = target.mutate(chance, base, chance.choice(pool))
             result = worker.run(data)

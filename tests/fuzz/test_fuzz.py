@@ -57,6 +57,7 @@ def test_the_command_runs_a_target_and_says_how_many_cases_it_ran() -> None:
     done = run("tests.fuzz", "stats", "--cases", "25", "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("stats: 25 cases"), done.stdout
+    assert "warning: 25 cases show little; give 500 at least" in done.stderr
 
 
 def test_each_planted_fault_is_noticed_and_what_is_no_fault_is_not() -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 Fault = Literal["ok", "500", "503", "404", "reset", "stall", "truncate", "no-range", "half-close"]
+_USER = re.compile(rb"^authorization:\s*(.*?)\s*$", re.IGNORECASE | re.MULTILINE)
 _RANGE = re.compile(rb"^range:\s*bytes=(\d+)-(\d+)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -38,6 +39,7 @@ class RangeServer:
         self.etags = True
         self.redirects: dict[str, str] = {}  # what these paths lead to
         self.body = b""  # of answers that are errors
+        self.users: set[str] = set()  # the Authorization of each request, if it had one
         self.heads: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.bytes_sent = 0
@@ -75,6 +77,7 @@ class RangeServer:
         path = unquote(target.decode()).lstrip("/")
         await asyncio.sleep(self.latency)
         await self._gathered()
+        self.users.update(found[1].decode() for found in _USER.finditer(head))
         file = self.folder / path
         what: Fault = "ok"
         if method == b"GET":

@@ -393,8 +393,11 @@ def test_the_report_begins_with_what_was_run_and_ends_with_what_can_be_done(
 ) -> None:
     """Nobody's access to the records is published."""
     config = loaded(
-        put("phases.1.data.path", "https://me:w@rd:pa55word@host/records/{000..009}.tar?a={0..9}&sig=pa55word"),
-        put("about.cost", "see s3://KEY:abc/pa55word@bucket/x and https://host/x#token=pa55word"),
+        put("phases.1.data.path", "https://host/records/{000..009}.tar"),
+        put(
+            "about.cost",
+            "see s3://KEY:abc/pa55word@bucket/x, https://me:w@rd:pa55word@host/x and https://host/x#token=pa55word",
+        ),
         put("run.witness", "https://hooks.example/pa55word"),
     )
     journal = whole_run(tmp_path)
@@ -405,6 +408,6 @@ def test_the_report_begins_with_what_was_run_and_ends_with_what_can_be_done(
     plan = document["phases"][-1]["plan"]
     for told in ("captioner, nano, 1,234 parameters", f"n = {plan['records']:,}, q = ", f"T = {plan['steps']:,}, δ = "):
         assert told in page
-    assert "https://host/records/{000..009}.tar?" in page and "pa55word" not in page
+    assert "https://host/records/{000..009}.tar" in page and "pa55word" not in page
     assert page.count("class='wrong'>a blue square<") == page.count("class='right'>a red square<") == 1
     assert "python launch/account.py verify RUN_DIR" in page and "href='certificate.html'" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -466,6 +467,34 @@ def test_numbers_that_no_accountant_can_use_end_in_one_sentence(tmp_path: Path, 
     path.write_text(json.dumps(BASE))
     assert main(["--config", str(path), "--dry-run", "--set", override]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("foreign", "mode", "witness", "overrides", "refused"),
+    [
+        (1, 0o644, "touch /tmp/x", [], True),
+        (0, 0o646, "touch /tmp/x", [], True),
+        (1, 0o644, "touch /tmp/x", ["run.witnesses=x"], True),
+        (0, 0o644, "touch /tmp/x", [], False),
+        (1, 0o644, "https://log.example", [], False),
+        (1, 0o644, "touch /tmp/x", ["run.witness=touch /tmp/x"], False),
+        (1, 0o644, "touch /tmp/x", ["run.witness=null"], False),
+    ],
+)
+def test_a_command_of_somebody_elses_config_is_not_run(
+    loaded: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys, foreign: int, mode: int,
+    witness: str, overrides: list[str], refused: bool,
+) -> None:  # fmt: skip
+    loaded(put("run.witness", witness))
+    path = tmp_path / "config.json"
+    path.chmod(mode)
+    if os.getuid() == 0:  # whose files may be trusted
+        os.chown(path, 1234, -1)
+    owner = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + foreign)
+    code = main(["--config", str(path), "--dry-run", *(f"--set={each}" for each in overrides)])
+    said = "can be changed by somebody else, and its run.witness would run a command at each checkpoint: touch /tmp/x;"
+    assert (said in capsys.readouterr().err) == refused and (code == 2) >= refused
 
 
 def test_a_witness_without_a_name_is_refused(loaded: Callable[..., Config]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,13 @@ from pydantic import BaseModel, ValidationError
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
-from murmuration.data.store.place import is_url
+from murmuration.data.store.place import ShardError, is_url, require_no_access
 from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.phase import ONE_STEP, PLAIN_DESCENT, STATISTICS
 from murmuration.train.config.privacy import ALL
 from murmuration.train.config.refused import find_refusals, short, without_harmless
-from murmuration.train.config.root import AUTO, GIVEN, Config
+from murmuration.train.config.root import AUTO, GIVEN, WITNESS_URLS, Config
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes", "class_names", "real"}
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
@@ -46,6 +48,8 @@ def load(path: Path, overrides: list[str]) -> Config:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must contain one JSON object")
     _absolute_paths(raw, path.resolve().parent)
+    if not any(override.startswith("run.witness=") for override in overrides):
+        _refuse_foreign_command(raw, path)
     for override in overrides:
         _override(raw, override)
     try:
@@ -66,12 +70,34 @@ def load(path: Path, overrides: list[str]) -> Config:
         raise ConfigError("\n".join(printable(_sentence(fault)) for fault in error.errors())) from None
 
 
+def _refuse_foreign_command(raw: dict[str, Any], path: Path) -> None:
+    """A witness that is a command runs at each checkpoint, as the user: a stranger's config would be his program. An
+    override is the user's own word."""
+    run = raw.get("run")
+    command = run.get("witness") if isinstance(run, dict) else None
+    about = path.stat()
+    if (about.st_uid in (0, os.geteuid()) and not about.st_mode & stat.S_IWOTH) or not isinstance(command, str):
+        return
+    if not command.startswith(WITNESS_URLS):
+        raise ConfigError(
+            printable(
+                f"{path} can be changed by somebody else, and its run.witness would run a command at each checkpoint: "
+                f"{command}; copy the config to a file of your own, or repeat the command with --set run.witness=..."
+            )
+        )
+
+
 def _require_text(value: Any, where: str = "the config") -> None:
-    """Neither a file name nor a page can contain a zero byte or half a character."""
+    """Neither a file name nor a page can contain a zero byte or half a character, and no URL may contain a password."""
     if isinstance(value, str) and UNUSABLE.search(value):
         raise ConfigError(
             f"{printable(where)} contains {value!r:.60}, with a zero byte or half a character; write plain text"
         )
+    if where in PATH_KEYS and isinstance(value, str) and is_url(value):
+        try:
+            require_no_access(value)
+        except ShardError as error:
+            raise ConfigError(printable(f"{where}: {error}")) from None
     if isinstance(value, dict):
         for key, item in value.items():
             _require_text(key, where)

@@ -76,6 +76,10 @@ NoiseKind = Literal["aes", "chacha20", "exact"]
 AUTO, GIVEN = "auto", "number"  # how the micro-batch is given
 
 
+WITNESS_URLS = ("https://", "http://")
+"""How a witness begins that is no command."""
+
+
 class Run(Keeping):
     engine: Literal["deepspeed", "fsdp2", "local"] = Field(
         default="deepspeed",
@@ -127,7 +131,8 @@ class Run(Keeping):
     witness: str | None = Field(
         default=None,
         description="URL or command that receives the ledger's length and head at every checkpoint, so that nobody can "
-        "rewrite the ledger later. The witness learns when checkpoints were made.",
+        "rewrite the ledger later. The witness learns when checkpoints were made. A command in a file that somebody "
+        "else can change is refused unless `--set` repeats it.",
     )
     log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
     private_curves: bool = Field(

@@ -36,6 +36,7 @@ from murmuration.train.config.root import ZeroOptimization
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.rendezvous import init_method
 from murmuration.train.distributed.shards import Fragment, whole_parameters
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, modes_of
 from murmuration.train.engines.deepspeed_cpu import make_ready
@@ -67,7 +68,7 @@ def start_ranks() -> Ranks:
         deepspeed.ops.__compatible_ops__[CPU_OPERATION] = False
     with _numbered_by(device):
         limit = timedelta(seconds=COLLECTIVE_SECONDS)
-        deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit, verbose=False)
+        deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit, verbose=False, init_method=init_method())
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
     ranks.barrier()
     return ranks

@@ -32,6 +32,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.rendezvous import init_method
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, digests_of, modes_of
 from murmuration.train.engines.forward import PlainForward, PrivateForward, repeated_blocks, require_fp32
 from murmuration.train.engines.mesh import Mesh, require_whole_copies
@@ -144,7 +145,7 @@ def start_ranks(shard_over: int | None = None) -> Ranks:
     gpu = device if device.type == "cuda" else None
     if not dist.is_initialized():  # a program may open one training after another
         dist.init_process_group(
-            "gloo" if gpu is None else "nccl", timeout=timedelta(seconds=COLLECTIVE_SECONDS), device_id=gpu
+            "gloo" if gpu is None else "nccl", init_method(), timedelta(seconds=COLLECTIVE_SECONDS), device_id=gpu
         )
     require_whole_copies(dist.get_world_size(), shard_over)
     return Ranks(dist.get_rank(), dist.get_world_size(), device)

@@ -69,7 +69,8 @@ def export(
         _write_claim(root, out, document, verdict)
         _holds_no_key(run_dir.key, out)
         verify(out)  # what leaves is what was certified
-        _make_readable(out)
+        if not verdict.objection:
+            _make_readable(out)
     except BaseException:
         shutil.rmtree(out)
         raise
@@ -191,7 +192,7 @@ def _write_foreign(
 
 
 def _make_readable(out: Path) -> None:
-    """An export is for everyone, whatever the umask of the run."""
+    """What is certified is for everyone, whatever the umask of the run."""
     out.chmod(0o755)
     for path in out.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)

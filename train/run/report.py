@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.template import html_page
+from murmuration.data.store.place import is_url, without_access
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.recipe.ready_phase import ReadyPhase
@@ -34,8 +34,6 @@ NEXT = [
     ("what the model can do", "python launch/evaluate.py --help"),
 ]
 """What people do with a finished run. Whoever reads the page may have it elsewhere."""
-ACCESS = re.compile(r"(?<=://)\S*@|([?#])\S*")
-"""User and password, and what follows the question mark of a signed address."""
 
 
 def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], samples: list[dict[str, str]]) -> None:
@@ -56,7 +54,7 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
         next=NEXT,
         certificate=html_sections(certificate),
     )
-    with atomic(run_dir.report, one_writer=True) as file:
+    with atomic(run_dir.report) as file:
         file.write(page.encode())
 
 
@@ -89,7 +87,7 @@ def shown_config(config: Config) -> str:
             return {key: cut(each) for key, each in value.items()}
         if isinstance(value, list):
             return [cut(each) for each in value]
-        return ACCESS.sub(r"\1", value) if isinstance(value, str) and "://" in value else value
+        return without_access(value) if is_url(value) else value
 
     told = cut(config.model_dump(by_alias=True, exclude_none=True))
     if config.run.witness is not None:  # a hook's address, or a command's arguments, is often all that one needs for it

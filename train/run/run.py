@@ -16,6 +16,7 @@ from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks, lost_rank, raised_on_all_ranks, watch
+from murmuration.train.distributed.rendezvous import open_to_others
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
@@ -49,6 +50,11 @@ def run_all(
         board=Board(run_dir, ranks.main, opened.checkpoints.times, settings.private_curves, config.phases),
         stop=StopRequest(run_dir.stop_file, settings.stop_after_minutes),
     )  # fmt: skip
+    if (place := open_to_others()) is not None and any(phase.private for phase in phases):
+        run.board.say(
+            f"the ranks meet at {place}: whoever can connect there can read counters of private steps, stop the run or "
+            "pose as a rank, so let nobody else reach that network (docs/privacy.md)"
+        )
     if run.journal is not None and settings.witness is not None:
         run.journal.witnesses["witness"] = Witness(settings.witness, run.board.say)
     state = {"status": FAILED}

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from murmuration.accounting.ledger.facts import Head
+from murmuration.train.config.root import WITNESS_URLS
 
 SECONDS = 20
 
@@ -36,7 +37,7 @@ class Witness:
             self.say(f"ledger line {head.length} could not be reported to the witness: {_reason(error)}")
 
     def _tell(self, line: bytes) -> None:
-        if self.target.startswith(("https://", "http://")):
+        if self.target.startswith(WITNESS_URLS):
             request = urllib.request.Request(self.target, line, {"Content-Type": "application/json"}, method="POST")
             with urllib.request.urlopen(request, timeout=SECONDS):
                 return
