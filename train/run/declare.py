@@ -30,7 +30,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     log = RunLog.of(phase.index, run.config.run.registry)
     if privacy is None:
         if not phase.settings.data.public:
-            run.enter_log(log, phase.name, None)
+            run.enter_log(log, phase.name, None, records)
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
         declare_public_uses(run, phase)
         return None
@@ -40,7 +40,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         run.writer.declare_store(phase.number, host)
     if run.config.run.private_curves or run.folder.has_private_curves():
         run.writer.declare_private_curves()
-    run.enter_log(log, phase.name, plan)
+    run.enter_log(log, phase.name, plan, records)
     return plan
 
 
