@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from murmuration.accounting.errors import BAD_INPUT, InputError, RunError
 from murmuration.accounting.escaping import sentence
+from murmuration.accounting.unit import SINGLE
 from murmuration.data.progress import Progress
 from murmuration.data.synthetic.kinds import KINDS
 from murmuration.launch import prepare_demo, prepare_index, prepare_pack
@@ -156,13 +157,15 @@ def _declare_split(commands: Any) -> None:
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     split.set_defaults(run=_split)
     split.add_argument("index", type=Path, help="index, or the folder that it belongs to")
-    split.add_argument("--unit", metavar="NAME", help="cut between units, as configs with this data.unit do")
+    split.add_argument(
+        "--unit", metavar="NAME", help="cut between these units (default: those that the index knows), or 'record'"
+    )
     split.add_argument("--registry", metavar="FOLDER", help="write it there, too: what configs name as run.registry")
     split.add_argument("--public-fraction", type=float, required=True, help="share of them, between 0 and 1")
 
 
 def _split(arguments: argparse.Namespace) -> int:
-    from murmuration.data.index.open import open_index, open_units
+    from murmuration.data.index.open import open_index, open_units, unit_known
     from murmuration.data.index.public_split import SplitIndex
     from murmuration.train.storage.sibling_runs import RunLog
 
@@ -170,7 +173,8 @@ def _split(arguments: argparse.Namespace) -> int:
     if not 0 < fraction < 1:
         raise InputError(f"--public-fraction {fraction:g}: choose a number between 0 and 1")
     index = open_index(arguments.index)
-    units = None if arguments.unit is None else open_units(index, arguments.unit)
+    by = arguments.unit or unit_known(str(arguments.index))
+    units = None if by in (None, SINGLE) else open_units(index, by)
     part = SplitIndex(index, fraction, public=True, units=units)
     log, wanted = RunLog.of(part, arguments.registry), part.cut
     log.freeze(despite_runs=True)

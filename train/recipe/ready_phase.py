@@ -405,9 +405,9 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
 
 def unit_of(phase: Phase) -> Unit | None:
     data = phase.data
-    if not isinstance(data, ShardData) or data.unit is None:
+    if not isinstance(data, ShardData) or data.by is None:
         return None
-    return Unit(data.unit, data.rows_per_unit or 1, data.unit_reduce or "mean")
+    return Unit(data.by, data.rows_per_unit or 1, data.unit_reduce or "mean")
 
 
 def plan_request(
