@@ -202,6 +202,7 @@ def test_a_cut_of_records_behind_a_url_stands_in_the_registry(world: Path) -> No
     one, two = (SplitIndex(open_index(world / name), 0.1, public=False) for name in ("one", "two"))
     with pytest.raises(ShardError, match=r"the log lies in the index alone.*name a writable folder in run\.registry"):
         RunLog.of(one).freeze()
+    assert RunLog.of(one).splits() == []
     RunLog.of(one, str(world / "registry")).freeze()
     assert RunLog.of(two).splits() == [] and RunLog.of(two, str(world / "registry")).splits() == [one.cut]
 

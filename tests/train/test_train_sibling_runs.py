@@ -341,6 +341,7 @@ def test_what_no_log_can_know_is_said_and_no_budget_pretends_to_bind(
             "so other runs would not know of a budget; name a writable folder with --registry"
             in capsys.readouterr().err
         )
+        assert RunLog.of(open_index(tmp_path / "one")).budget() is None, "refused, and so nowhere"
         assert prepare_command.main([*command, "--budget", "8", "--registry", str(registry)]) == 0
         assert prepare_command.main([*command[:-1], str(tmp_path / "two")]) == 0
     one, two = (open_index(tmp_path / name) for name in ("one", "two"))
@@ -349,6 +350,7 @@ def test_what_no_log_can_know_is_said_and_no_budget_pretends_to_bind(
     assert "other runs unknown" in siblings_of([alone], "b")[0]["run"]
     with pytest.raises(DataBudgetError, match="or no budget can bind"):
         RunLog.of(one).register("c", "private", "without", 1.0, 1e-5)
+    assert RunLog.of(one).siblings() == []
     assert RunLog.of(one, str(registry)).register("d", "private", "with", 8.0, 1e-5) is None
     with pytest.raises(DataBudgetError, match=r"ε = 8 .* take"):
         RunLog.of(two, str(registry)).require_budget({"e"}, 1.0)

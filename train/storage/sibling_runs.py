@@ -190,21 +190,26 @@ class RunLog:
             self._require_cut()
         entry = {"id": run, "run": name, "phase": phase, "private": epsilon is not None}
         entry |= {"epsilon_budget": epsilon, "delta": delta, **_of_units(unit), **self._cut_in_line(), **more}
-        faults, shared = self._write(entry, lambda line: (line.get("id"), line.get("phase")) == (run, phase))
+        bound = bool(self._budgets())
+        faults, shared = self._write(
+            entry, lambda line: (line.get("id"), line.get("phase")) == (run, phase), only_for_all=bound
+        )
         if shared or not self.places:
             return None
         warning = f"{faults[0]}: later runs on these records will not know of this one; name a writable folder in "
-        if self._budgets():
+        if bound:
             raise DataBudgetError(f"{warning}run.registry, as with prepare.py index --registry, or no budget can bind")
         return f"{warning}run.registry"
 
     def _write(
-        self, line: dict[str, Any], known: Callable[[dict[str, Any]], bool] = lambda _: False
+        self, line: dict[str, Any], known: Callable[[dict[str, Any]], bool] = lambda _: False, only_for_all: bool = True
     ) -> tuple[list[str], bool]:
         """Adds the line where none is `known`. A sentence for each place that cannot be written, and whether others
-        with an index of their own find it."""
+        with an index of their own find it. `only_for_all`: nowhere, if they do not."""
         faults, shared = [], False
-        for place in self.places:
+        for place in sorted(self.places, key=lambda place: not place.shared):
+            if only_for_all and not (shared or place.shared):
+                break
             try:
                 if not any(map(known, place.lines())):
                     place.add(line)
