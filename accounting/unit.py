@@ -12,6 +12,8 @@ from typing import Literal
 from murmuration.accounting.strict_json import CLOSED
 
 RECORD = "one record (an image, or an image with its caption)"
+SINGLE = "record"
+"""The word for protecting single records where an index knows units."""
 KEY = "key:"
 """How the name of a unit begins that is read from the records' keys; a pattern follows."""
 LONGEST_NAME = 200
@@ -42,7 +44,7 @@ def fault_of_name(by: str) -> str | None:
     """Why this cannot name a unit; None if it can."""
     if not by or not by.isprintable() or len(by) > LONGEST_NAME or by == KEY:
         return f"is no name: 1 to {LONGEST_NAME} printable characters, a field or {KEY}PATTERN"
-    return None
+    return "is the word for single records; rename the field" if by == SINGLE else None
 
 
 def unit_in_words(unit: Unit | None) -> str:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.template import json_text
+from murmuration.accounting.unit import SINGLE, noun
 from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.index.census import CAPTION
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.open import open_index
+from murmuration.data.index.open import open_index, open_units, unit_known
 from murmuration.data.index.shard_index import ShardIndex
+from murmuration.data.index.units import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder
@@ -33,7 +35,7 @@ from murmuration.train.config.load import load
 from murmuration.train.config.root import run_dir_of
 from murmuration.train.config.section import RecipeError
 from murmuration.train.planner.micro_batch import on_this_machine
-from murmuration.train.recipe.labels import FOLDERS, read_list
+from murmuration.train.recipe.labels import FOLDERS, from_rows, read_list
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.recipe.record_names import shared_names
@@ -59,6 +61,8 @@ class ConfigRequest:
     label: str | None
     multi_label: bool
     classes: str | None
+    classes_public: bool
+    unit: str | None
     tokenizer: str | None
     out: Path
 
@@ -109,13 +113,17 @@ def compose(asked: ConfigRequest) -> str:
         _opened(asked.held_out, "--held-out")
     start = _weights(asked.start) if asked.start is not None else None
     data, means, outputs = _data(asked, rule, index, start)
-    steps = rule.steps(index.records)
+    unit = asked.unit or unit_known(asked.data)
+    data |= {} if unit is None else {"unit": unit}
+    n = index.records if unit in (None, SINGLE) else _units(index, unit).count
+    steps = rule.steps(n)
     return json_text(
-        TEMPLATE, n=f"{index.records:,}", model=_model(asked, rule, start, outputs),
+        TEMPLATE, n=f"{n:,}", noun="record" if unit in (None, SINGLE) else "unit",
+        model=_model(asked, rule, start, outputs),
         model_from="of the size of the weights" if start else "docs/models.md lists the sizes",
         start=_path(str(_to_start_from(asked.start)), asked.out) if asked.start else None, data=data, data_means=means,
         objective=asked.goal, epsilon=asked.epsilon, parts=rule.parts, batch_from=rule.batch_from,
-        batch=rule.batch(index.records), params=rule.params, schedule=rule.schedule, rate_from=rule.rate_from,
+        batch=rule.batch(n), params=rule.params, schedule=rule.schedule, rate_from=rule.rate_from,
         passes=rule.passes, steps=steps, held_out=_path(asked.held_out, asked.out) if asked.held_out else None,
         every=math.ceil(steps / CHECKPOINTS),
     )  # fmt: skip
@@ -131,9 +139,11 @@ def told(asked: ConfigRequest) -> list[str]:
     records = known_records(phase, f"phases.{number}")[0]
     plan = plan_of_phase(phase, phase.privacy, records, f"phases.{number}", noise=config.run.noise)
     lines = [
-        f"{asked.out}: {plan.steps} steps of {plan.divisor:,.0f} of n = {records:,} records, ε = {asked.epsilon:g} at "
-        f"δ = {plan.delta:.3g}, which takes sigma = {plan.noise_multiplier:g}"
+        f"{asked.out}: {plan.steps} steps of {plan.divisor:,.0f} of n = {records:,} {noun(plan.units)}s, "
+        f"ε = {asked.epsilon:g} at δ = {plan.delta:.3g}, which takes sigma = {plan.noise_multiplier:g}"
     ]
+    if getattr(phase.data, "unit", None) is not None:
+        lines.append(f"it protects {plan.unit}")
     if asked.start is None:
         lines.append("it starts from random weights, from which private training learns little: name public ones by "
                      "--start, or put a public phase first as the recipes do (docs/recipes.md)")  # fmt: skip
@@ -142,7 +152,9 @@ def told(asked: ConfigRequest) -> list[str]:
         lines.append(
             f'it says "public": true of {" and ".join(named)}, by your word that nobody\'s privacy depends on them'
         )
-    if getattr(phase.data, "classes", None) is not None:
+    if asked.classes_public:
+        lines.append("it says that its list of classes is public, by your word, although it was made of the records")
+    elif getattr(phase.data, "classes", None) is not None:
         lines.append("its list of classes must be public knowledge and not made of the private records")
     return [*lines, f"next: deepspeed launch/train.py --config {asked.out} --dry-run"]
 
@@ -152,6 +164,13 @@ def _opened(source: str, option: str) -> RecordIndex:
         return open_index(source)
     except (ShardError, OSError) as error:
         raise RecipeError(f"{option}: {error}") from None
+
+
+def _units(index: RecordIndex, by: str) -> UnitTable:
+    try:
+        return open_units(index, by)
+    except ShardError as error:
+        raise RecipeError(f"--unit: {error}") from None
 
 
 def _path(given: str, out: Path) -> str:
@@ -212,7 +231,7 @@ def _require_captions(asked: ConfigRequest, index: RecordIndex) -> None:
     )
 
 
-def _classes(asked: ConfigRequest, index: RecordIndex) -> tuple[dict[str, str], int]:
+def _classes(asked: ConfigRequest, index: RecordIndex) -> tuple[dict[str, Any], int]:
     """The key that names the list of classes, where there is one, and the number of classes."""
     if asked.classes is not None and asked.classes.isdecimal():
         return {}, int(asked.classes)
@@ -224,7 +243,14 @@ def _classes(asked: ConfigRequest, index: RecordIndex) -> tuple[dict[str, str], 
             f"--classes is missing, and there is no {CLASSES} beside {asked.data}: name a public list of the class "
             "names, or the number of classes if the labels are numbers"
         )
-    return {"classes": _path(str(path), asked.out)}, len(read_list(path, "--classes").names)
+    classes = read_list(path, "--classes")
+    word = {"classes_public": True} if asked.classes_public else {}
+    if not word and from_rows(classes, path, asked.data):
+        raise RecipeError(
+            f"--classes: {path} was made of the rows of packed records, and a class that one of them alone has would "
+            "tell of it; name a public list, or say --classes-public if these names are public all the same"
+        )
+    return {"classes": _path(str(path), asked.out), **word}, len(classes.names)
 
 
 def _weights(path: Path) -> Evaluated:

@@ -56,6 +56,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "(default: classes.txt beside the shards)",
     )  # fmt: skip
     parser.add_argument(
+        "--classes-public", action="store_true",
+        help="classify: your word, which the certificate repeats, that names that pack took from the rows are public",
+    )  # fmt: skip
+    parser.add_argument(
+        "--unit", metavar="NAME",
+        help="what is protected as one: a unit that the index knows, or 'record' (default: what the index knows)",
+    )  # fmt: skip
+    parser.add_argument(
         "--tokenizer", metavar="NAME|FILE", help="caption: see docs/sources.md (default: that of --start, else clip)"
     )
     parser.add_argument("--out", type=Path, default=Path("my.json"), metavar="FILE", help="default: my.json")

@@ -98,7 +98,9 @@ def _told_units(index: ShardIndex | FolderIndex) -> Unit | None:
     if (named := unit_named(index.folder)) is None:
         return None
     units = open_units(index, named[0])
-    print(f"{units.count} units by {units.by!r}, of at most {int(units.sizes.max())} records: data.unit protects them")
+    print(
+        f"{units.count} units by {units.by!r}, of at most {int(units.sizes.max())} records: private runs protect them"
+    )
     return Unit(units.by)
 
 

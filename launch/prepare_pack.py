@@ -1,7 +1,7 @@
 """prepare.py pack: pictures and what is known about them, as indexed tar shards with one record per image.
 
     python launch/prepare.py pack IMAGES --csv captions.csv --image file_name --caption caption --out shards
-    python launch/prepare.py pack IMAGES --csv findings.csv --label finding --unit patient_id --hold-out 0.05 --out out
+    python launch/prepare.py pack IMAGES --csv t.csv --label finding --classes names.txt --unit patient_id --out out
     python launch/prepare.py pack COCO --split train2017 --out shards
     python launch/prepare.py pack cifar-10-batches-bin --split test --out cifar-test
 
@@ -24,7 +24,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from murmuration.accounting.unit import KEY, fault_of_name
+from murmuration.accounting.unit import KEY, SINGLE, fault_of_name
 from murmuration.data.progress import Progress
 
 if TYPE_CHECKING:
@@ -53,9 +53,11 @@ def declare(commands: Any) -> None:
         "--no-class", metavar="TEXT", help="with --separator: the cell that stands for no class, such as 'No Finding'"
     )
     table.add_argument("--unit", metavar="COLUMN", help="whose image it is: kept in each .json and by the index")
-    pack.add_argument(
-        "--classes", type=Path, metavar="FILE",
-        help="public list of the class names, one per line; without it, names are those that occur",
+    classes = pack.add_mutually_exclusive_group()
+    classes.add_argument("--classes", type=Path, metavar="FILE", help="public list of the class names, one per line")
+    classes.add_argument(
+        "--classes-from-rows", action="store_true",
+        help="list the names that occur; for private records that list is refused later, unless data.classes_public",
     )  # fmt: skip
     pack.add_argument(
         "--hold-out", type=float, default=0.0, metavar="SHARE",
@@ -92,8 +94,9 @@ def _pack(arguments: argparse.Namespace) -> int:
     source = Source(arguments.source, arguments.table, arguments.layout, arguments.split, columns)
     classes = ClassList.read(arguments.classes) if arguments.classes is not None else None
     request = Request(
-        arguments.out.absolute(), arguments.unit, arguments.hold_out, classes, arguments.per_shard, arguments.workers,
-        None if several is None else arguments.label, None if arguments.window is None else Window(*arguments.window),
+        arguments.out.absolute(), arguments.unit, arguments.hold_out, classes, arguments.classes_from_rows,
+        arguments.per_shard, arguments.workers, None if several is None else arguments.label,
+        None if arguments.window is None else Window(*arguments.window),
     )  # fmt: skip
     layout = open_layout(source)
     print(layout.told)
@@ -125,8 +128,8 @@ def _told(packed: Packed, request: Request) -> list[str]:
         )
     if labels.from_rows:
         lines.append(
-            "these class names were taken from the records; if the records are private, give a public list with "
-            "--classes: a class that one record alone has would tell of it"
+            "these class names were taken from the records; if the records are private, pack them with a public list "
+            "(--classes): a class that one record alone has would tell of it"
         )
     if labels.outside:
         lines.append(
@@ -134,8 +137,8 @@ def _told(packed: Packed, request: Request) -> list[str]:
         )
     if request.unit is not None:
         lines.append(
-            f"{packed.units} units, each record's in its .json as {request.unit!r}; with data.unit = {request.unit!r} "
-            "a run protects units, without it single records"
+            f"{packed.units} units, each record's in its .json as {request.unit!r}: what private runs protect, unless "
+            f"their config says data.unit = {SINGLE!r}"
         )
     if packed.left_out:
         counted = ", ".join(f"{count} × {reason}" for reason, count in packed.left_out.most_common())

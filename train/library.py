@@ -350,7 +350,7 @@ class PrivateTraining:
         if (objection := writer.history.why_not_private()) is not None:
             self._run.say(objection)
         if not writer.history.finished:
-            self._run.enter_log(self._log, NAME, plan)
+            self._run.enter_log(self._log, NAME, plan, self._data)
         return plan
 
     def _build(self) -> None:
@@ -637,7 +637,7 @@ class PrivateTraining:
                 },
             }
 
-        logged = self._log.knows(run.writer.history.run_id)
+        logged = self._log.places and self._log.unknown_to_others(run.writer.history.run_id) is None
         stated = [*DEVIATIONS, LOGGED] if logged else [*DEVIATIONS, NO_LOG, RESTORED]
         stated += [NUMBERS] if self._continued_within() else []
         stated += [f"The initial weights are public because: {self._started.why}"] if self._started.why else []

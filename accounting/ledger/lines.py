@@ -122,7 +122,7 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "unknown-weights"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "unknown-weights", "classes"]
 
 RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
 """Those of these uses that are of records; their digests are the records'."""
@@ -152,6 +152,7 @@ PUBLIC_USES = {
     "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
     "mixing": "The records whose gradients were mixed in without noise in",
     "weights": "The weights, without a ledger of ours, that began",
+    "classes": "The names of the classes, which were taken from records, of",
 }  # fmt: skip
 PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
 

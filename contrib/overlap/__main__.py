@@ -52,13 +52,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
-    def runs_on(folder: Path) -> list[str]:
-        return [str(entry.get("run")) for entry in RunLog.beside(folder).siblings()]
-
     def protected(folder: Path) -> list[str]:
         index = open_index(folder, excluded="ignored")
         around = protected_around(index, Extent.of(index))
-        return runs_on(folder) or ([around.run] if around is not None else [])
+        runs = [str(entry.get("run")) for entry in RunLog.of(index).siblings()]
+        return runs or ([around.run] if around is not None else [])
 
     found = exclude_overlaps(
         arguments.private,
@@ -74,8 +72,9 @@ def _overlap(arguments: argparse.Namespace) -> int:
     print(f"{len(found.ids)} of {index.records} records look like public ones and will contribute nothing")
     print(f"n stays {index.records}; the number of excluded records is private")
     print("pictures that cannot be decoded were not compared and stay in")
-    if used := runs_on(index.folder):
-        print(f"run {used[0]!r} began with another list; to continue it with this one, declare --new-segment 'why'")
+    if used := RunLog.of(index).siblings():
+        name = str(used[0].get("run"))
+        print(f"run {name!r} began with another list; to continue it with this one, declare --new-segment 'why'")
     return 0
 
 

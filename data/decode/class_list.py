@@ -18,6 +18,17 @@ from murmuration.accounting.strict_json import parse
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import shown
 
+RECEIPT, OF_ROWS = "packed.json", "classes_of_rows"
+
+
+def made_of_rows(folder: Path) -> str | None:
+    """The digest of the list that prepare.py pack took from the rows of what it packed into this folder."""
+    try:
+        found = parse((folder / RECEIPT).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found.get(OF_ROWS) if isinstance(found, dict) else None
+
 
 @dataclass(frozen=True)
 class ClassList:

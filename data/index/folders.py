@@ -35,7 +35,7 @@ from murmuration.data.index.format import (
     read_manifest,
     write_manifest,
 )
-from murmuration.data.index.salt import SALT, make_salt
+from murmuration.data.index.salt import SALT, folders_of, make_salt
 from murmuration.data.index.units import Missing, as_rows, pattern_of, unit_named, unit_of_key, write_units
 from murmuration.data.store.index_files import cannot_write, index_file, make_folder, mode_between, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError
@@ -200,12 +200,14 @@ def build_folder(
     refuse_twins: bool = False,
     unit: str | None = None,
     missing: Missing = "refuse",
+    leave_salt: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> FolderIndex:
     """Index the images below `folder` into `target` (default: `<folder>.index`).
 
     `refuse_twins` refuses two files of equal content and implies `contents`. `unit` and `missing` as in the index of
-    shards; a picture's key is its path below the folder.
+    shards; a picture's key is its path below the folder. `leave_salt`: the index outlives this process, and its salt
+    is left beside the pictures for others.
     """
     root = Path(os.path.realpath(folder))
     out = Path(os.path.realpath(target)) if target is not None else root.with_name(root.name + BESIDE)
@@ -224,7 +226,7 @@ def build_folder(
     if unit is not None:
         write_units(out, digest_of(FILES, shards), unit, missing, _units_of(files, unit), len(files))
     try:
-        make_salt(out, root.with_name(root.name + BESIDE))
+        make_salt(out, folders_of(root) if leave_salt else ())
     except OSError as error:
         raise cannot_write(out / SALT, error) from error
     return FolderIndex.open(out)

@@ -2,10 +2,10 @@
 
 A bare hash of private records confirms a guess: anyone who knows all records but one can hash the set with and without
 it and compare. So the digest that leaves the machine is HMAC-SHA256 under 32 random bytes, the salt, which is stored
-beside the index (0600) and is as private as the records. It belongs to the index, not to a run, so that a resume, other
-runs on the same records, and weights trained on them give the same digest. It is made with the index, or when
-the records of an index without it are first used. It is never replaced, not even by indexing again in place, and a copy
-of the index folder includes it.
+in the index and beside the records (0600) and is as private as they are. It belongs to the records, not to a run or an
+index, so that a resume, other runs on the same records, another index of them, and weights trained on them give the
+same digest. It is made with the index, or when the records of an index without it are first used. It is never replaced,
+not even by indexing again in place, and a copy of either folder includes it.
 
 If each run kept a salt beside its secret key instead, it would give the same records another digest, and weights
 trained on them would no longer be recognised. So private records whose salt can neither be read nor made are refused.
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from pathlib import Path
 
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.public_split import whole_of
-from murmuration.data.index.salt import SALT, make_salt, read_salt
+from murmuration.data.index.salt import BESIDE_RECORDS, SALT, folders_of, make_salt, read_salt, readable_salt
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 
@@ -44,12 +45,21 @@ def ledger_digest_of(index: RecordIndex, digest: str, *, public: bool) -> str:
 
 
 def every_ledger_digest(index: RecordIndex) -> frozenset[str]:
-    """All digests by which a ledger may know these records: where they were public, and no salt could be made, the bare
-    one."""
+    """All digests by which a ledger may know these records: under the salt of this index, under one beside the records,
+    and, where they were public and no salt could be made, the bare one."""
     bare = frozenset({index.manifest_digest})
     whole = _in_a_folder(index)
-    salt = read_salt(whole.folder) if whole is not None else None
-    return bare if salt is None else bare | {_keyed(salt, "records", index.manifest_digest)}
+    if whole is None:
+        return bare
+    salts = [read_salt(whole.folder / SALT), *(readable_salt(each / BESIDE_RECORDS) for each in folders_beside(whole))]
+    return bare | {_keyed(salt, "records", index.manifest_digest) for salt in salts if salt is not None}
+
+
+def folders_beside(whole: ShardIndex | FolderIndex) -> tuple[Path, ...]:
+    """The folders of the records as they were indexed, not those of a node's copies."""
+    if isinstance(whole, FolderIndex):
+        return folders_of(whole.root)
+    return folders_of(whole.home, (shard.name for shard in whole.shards))
 
 
 def _keyed(salt: bytes, what: str, digest: str) -> str:
@@ -67,7 +77,7 @@ def _salt(index: RecordIndex, public: bool) -> bytes | None:
     if whole is None:
         return None
     try:
-        return make_salt(whole.folder)
+        return make_salt(whole.folder, folders_beside(whole))
     except (ShardError, OSError) as error:
         if public:
             return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import FILES, FOLDER, MANIFEST, Handling, find, mend, read_manifest
 from murmuration.data.index.shard_index import ShardIndex, expand
-from murmuration.data.index.units import UnitTable, read_units
+from murmuration.data.index.units import UnitTable, read_units, unit_named
 from murmuration.data.store.place import RecordIndex, ShardError, is_url, require_no_access
 
 
@@ -69,6 +70,17 @@ def open_units(index: RecordIndex, by: str) -> UnitTable:
     if index.records != found.records:
         raise ShardError(f"{index.folder}: some records are skipped, so its units would be others; use all of them")
     return found
+
+
+def unit_known(source: str) -> str | None:
+    """What the units of the index that `source` names are named by; None if it knows none, or is not at hand."""
+    with suppress(ShardError, OSError, ValueError):
+        folder = find(source)
+        if _names_shards(source):
+            folder = Path(os.path.commonpath([Path(os.path.realpath(each)).parent for each in expand(source)])) / FOLDER
+        if (named := unit_named(folder)) is not None:
+            return named[0]
+    return None
 
 
 def is_image_folder(source: str) -> bool:

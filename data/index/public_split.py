@@ -5,30 +5,25 @@ a part that an earlier run protected would break that run's guarantee. Nor does 
 hash: two neighbouring sets must be split alike, or a record that is protected in one would be public in the other. It
 is a permutation of integers, so no list of records is kept in memory and a billion records are split as quickly as ten.
 
-Share and number are frozen beside the index when it is first split: with another share, or a new split over another
-number, the next run would train without protection on records that an earlier run protects.
+Share and number are frozen in the log of runs on the records when they are first split: with another share, or a new
+split over another number, the next run would train without protection on records that an earlier run protects.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from murmuration.accounting.strict_json import CLOSED
 from murmuration.data.index.epochs import Shuffle
-from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.format import BESIDE, FOLDER
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.units import UnitTable
 from murmuration.data.index.view import IndexView
-from murmuration.data.store.index_files import read_json, write_once
 from murmuration.data.store.place import RecordIndex, ShardError, join
 
-FROZEN = "public_split.json"
 _NAME = b"murmuration public fraction 1"
 _Records = TypeVar("_Records")
 
@@ -94,58 +89,18 @@ def whole_of(index: _Records) -> RecordIndex | _Records:
 class PublicSplit:
     """How a set is split: its number of records, and the public fraction of them; or, with `unit`, of units."""
 
+    __pydantic_config__ = CLOSED
     records: int
-    fraction: float
+    public_fraction: float
     unit: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.public_fraction < 1:
+            raise ValueError("the public share is not between 0 and 1")
 
     @property
     def things(self) -> str:
         return "records" if self.unit is None else f"units by {self.unit!r}"
-
-    @staticmethod
-    def frozen(folder: Path) -> PublicSplit | None:
-        """How the index in this folder was first split; None if it was not."""
-        path = folder / FROZEN
-        try:
-            found = read_json(path)
-            cut = PublicSplit(int(found["records"]), float(found["public_fraction"]), _text_or_none(found.get("unit")))
-            if found["format"] != 1 or not 0 < cut.fraction < 1:
-                raise ValueError("its numbers are not a valid split")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ShardError(
-                f"{path}: cannot be read ({error}), but it decides which records are public; restore it"
-            ) from None
-        return cut
-
-    def freeze(self, folder: Path) -> None:
-        """Write the split unless one is already frozen; OSError if it cannot be written."""
-        facts: dict[str, object] = {"format": 1, "records": self.records, "public_fraction": self.fraction}
-        text = json.dumps(facts if self.unit is None else facts | {"unit": self.unit}) + "\n"
-        write_once(folder / FROZEN, text.encode())
-
-
-def _text_or_none(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError("its unit has no name")
-    return value
-
-
-def index_folders(index: RecordIndex) -> tuple[Path, ...]:
-    """The folders with notes about these records: the index's own, and that of the index beside the files."""
-    whole = whole_of(index)
-    if isinstance(whole, ShardIndex):
-        beside = whole.root / FOLDER if isinstance(whole.root, Path) else whole.folder
-    elif isinstance(whole, FolderIndex):
-        beside = whole.root.with_name(whole.root.name + BESIDE)
-    else:
-        return ()
-    return (whole.folder,) if _same(beside, whole.folder) else (whole.folder, beside)
-
-
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def public_share(records: int, fraction: float, what: str = "record") -> int:

@@ -1,22 +1,35 @@
-"""32 random bytes beside an index that key the digests of its records (see keyed_digest.py). They are made once."""
+"""32 random bytes that key the digests of records (see keyed_digest.py). They are made once.
+
+They lie in each index and, hidden, in the folders of the records, so that a new index, or one elsewhere, finds them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from murmuration.data.store.index_files import open_regular, write_once
-from murmuration.data.store.place import ShardError
+from murmuration.data.store.place import Place, ShardError
 
-SALT, SALT_BYTES = "salt.key", 32
+SALT, BESIDE_RECORDS, SALT_BYTES = "salt.key", ".murmuration-salt.key", 32
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
-def read_salt(folder: Path) -> bytes | None:
-    """The salt, or None if there is none. ShardError if it cannot be read or is damaged."""
-    path = folder / SALT
+def folders_of(root: Place, names: Iterable[str] = ()) -> tuple[Path, ...]:
+    """Folders where any other index of some of the same shards also looks, whatever else it contains: the one that
+    contains them all, and each folder of shards. None behind a URL. An index of single files has only the first."""
+    if not isinstance(root, Path):
+        return ()
+    inner = {(root / name).parent for name in names}
+    return (root, *sorted(inner - {root}))
+
+
+def read_salt(path: Path) -> bytes | None:
+    """The salt in this file, or None if there is none. ShardError if it cannot be read or is damaged."""
     try:
         descriptor = open_regular(path)
         try:
@@ -35,23 +48,27 @@ def read_salt(folder: Path) -> bytes | None:
     return found
 
 
-def make_salt(folder: Path, *elsewhere: Path) -> bytes:
-    """The salt of the index in `folder`, made if there is none. If another index of the same records, in one of the
-    folders `elsewhere`, has a salt, it is copied, so that both name them alike. OSError if it cannot be written."""
-    known = read_salt(folder)
-    if known is not None:
-        return known
-    inherited = (_readable_salt(each) for each in elsewhere if each != folder)
-    fresh = next((salt for salt in inherited if salt is not None), None) or secrets.token_bytes(SALT_BYTES)
+def make_salt(folder: Path, beside: Sequence[Path] = ()) -> bytes:
+    """The salt of the index in `folder`. An index without one takes that of the records, in the folders `beside`; what
+    it has is left there. OSError if the index's own cannot be written."""
+    salt = read_salt(folder / SALT)
+    places = [each / BESIDE_RECORDS for each in beside]
+    salt = salt or next((found for place in places if (found := readable_salt(place)) is not None), None)
+    fresh = salt or secrets.token_bytes(SALT_BYTES)
+    for place in places:
+        with contextlib.suppress(OSError):  # data are often on read-only storage
+            write_once(place, fresh, 0o600)
+        salt = salt or readable_salt(place)  # of two indexes that are made at once, both take the one that is there
+        fresh = salt or fresh
     write_once(folder / SALT, fresh, 0o600)
-    found = read_salt(folder)
+    found = read_salt(folder / SALT)
     assert found is not None
     return found
 
 
-def _readable_salt(folder: Path) -> bytes | None:
+def readable_salt(path: Path) -> bytes | None:
     """The salt, or None if it cannot be read: another owner's salt may be private, and then this index gets its own."""
     try:
-        return read_salt(folder)
+        return read_salt(path)
     except ShardError:
         return None

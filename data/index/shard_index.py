@@ -35,7 +35,7 @@ from murmuration.data.index.format import (
     read_manifest,
     shared_shard,
 )
-from murmuration.data.index.salt import SALT, make_salt
+from murmuration.data.index.salt import SALT, folders_of, make_salt
 from murmuration.data.index.scan import scan
 from murmuration.data.store.index_files import cannot_write, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError, is_url, join, require_no_access
@@ -102,17 +102,17 @@ def build(
     target = Path(os.path.realpath(folder)) if folder is not None else Path(root) / FOLDER
     report, said = progress or (lambda done, total: None), tell or (lambda sentence: None)
     write_index(root, names, target, wanted or Wanted(workers=workers), report, said)
-    _name_alike(target, Path(root) / FOLDER if isinstance(root, Path) else target)
+    _name_alike(target, folders_of(root, names))
     if isinstance(shards, str | os.PathLike) and os.path.isdir(shards):
         for sentence in beside_shards(Path(shards)):
             said(sentence)
     return ShardIndex.open(target)
 
 
-def _name_alike(target: Path, beside_shards: Path) -> None:
-    """Give a second index of the same shards the salt of the one beside them: ledgers then name the records alike."""
+def _name_alike(target: Path, beside: Sequence[Path]) -> None:
+    """All indexes of the same records have one salt: ledgers then name the records alike."""
     try:
-        make_salt(target, beside_shards)
+        make_salt(target, beside)
     except OSError as error:
         raise cannot_write(target / SALT, error) from error
 
@@ -144,7 +144,7 @@ class ShardIndex:
     def __init__(self, manifest: Manifest, digest: str, offsets: np.ndarray, kept: Kept) -> None:
         self.folder = manifest.folder
         self.shards = manifest.shards
-        self.root = manifest.root
+        self.root = self.home = manifest.root
         self.records = kept.records
         self.manifest_digest = digest
         """Covers names, counts, sizes and hashes; equal wherever the same shards are. Private if the records are."""

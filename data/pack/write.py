@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from murmuration.accounting.durable import remove_left, sync, try_lock
-from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.class_list import OF_ROWS, RECEIPT, ClassList
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.decode.picture import PictureMaker
@@ -38,7 +38,7 @@ from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, L
 from murmuration.data.store.index_files import index_file, make_folder, read_json
 from murmuration.data.store.tar import shown
 
-CLASSES, LEFT_OUT, RECEIPT = "classes.txt", "left_out.jsonl", "packed.json"
+CLASSES, LEFT_OUT = "classes.txt", "left_out.jsonl"
 HELD_OUT = "-held-out"
 _PARTS = ("records", "held_out")
 _AT_ONCE = 64  # pictures in memory
@@ -53,6 +53,7 @@ class Request:
     unit: str | None = None
     hold_out: float = 0.0
     classes: ClassList | None = None
+    classes_from_rows: bool = False
     per_shard: int = 1000
     workers: int = 1
     listed: str | None = None
@@ -133,6 +134,11 @@ class _Packer:
         if not self._counts[0]:
             raise PackError(f"--hold-out {request.hold_out:g}: holds out all records; name a smaller share")
         self._labels = settle(plan.labels(), layout.classes, request.classes)
+        if self._labels.from_rows and not request.classes_from_rows:
+            raise PackError(
+                "the rows have names of classes and no list says which there are: name a public one with --classes, or "
+                "have those that occur listed with --classes-from-rows, which private training takes only by your word"
+            )
         more: dict[str, Any] = {} if request.listed is None else {"listed": request.listed}
         more |= {} if request.window is None else {"window": [request.window.centre, request.window.width]}
         self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names, **more})
@@ -224,7 +230,10 @@ class _Packer:
                 file.write("".join(f"{name}\n" for name in self._labels.names).encode())
         if part == 0:
             self._list_left_out(folder)
-        _write_json(folder / RECEIPT, {"digest": self._digest, "records": index.records})
+        receipt = {"digest": self._digest, "records": index.records}
+        if self._labels.from_rows:
+            receipt[OF_ROWS] = ClassList(self._labels.names).digest
+        _write_json(folder / RECEIPT, receipt)
         folder.rename(target)
 
     def _list_left_out(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ from murmuration.data.index.folders import IMAGES, FolderIndex, build_folder
 from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
 from murmuration.data.index.open import open_index, open_units
-from murmuration.data.index.public_split import PublicSplit, SplitIndex
+from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.selection import Selection
 from murmuration.data.store.place import RecordIndex, ShardError, is_url, without_access
 from murmuration.evaluation.errors import EvaluationError
@@ -129,17 +129,19 @@ def _scratch(place: RecordsPlace, scratch: Path, make: bool) -> FolderIndex:
         link.unlink(missing_ok=True)
         link.symlink_to(pictures.resolve())
         pictures = alone
-    return build_folder(pictures, scratch / name / "index")
+    return build_folder(pictures, scratch / name / "index", leave_salt=False)
 
 
 def _public_part(index: RecordIndex) -> SplitIndex:
-    cut = PublicSplit.frozen(index.folder)
-    if cut is None:
+    from murmuration.train.storage.sibling_runs import RunLog
+
+    cuts = RunLog.of(index).splits()
+    if not cuts:
         raise EvaluationError(
             f"no part of {index.folder} was made public; omit --public-part, or declare one first: prepare.py split"
         )
-    units = open_units(index, cut.unit) if cut.unit is not None else None
-    return SplitIndex(index, cut.fraction, public=True, units=units)
+    units = open_units(index, cuts[0].unit) if cuts[0].unit is not None else None
+    return SplitIndex(index, cuts[0].public_fraction, public=True, units=units)
 
 
 def _hold_to_promises(place: RecordsPlace, index: RecordIndex | None) -> None:

@@ -28,6 +28,7 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, ge
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ShardReader
+from murmuration.data.decode.class_list import ClassList, made_of_rows
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.pack.dicom import Window, as_png, is_dicom
@@ -80,7 +81,7 @@ def left_out(folder: Path) -> list[dict[str, str]]:
 def bytes_of(folder: Path) -> dict[str, bytes]:
     """What is in a packed folder, but for what no two folders share: its salt, and times of files."""
     kept = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: content for name, content in kept.items() if name not in ("index/salt.key", "index/stamps.json")}
+    return {name: content for name, content in kept.items() if not name.endswith(("salt.key", "stamps.json"))}
 
 
 def test_rows_of_one_image_are_one_record_with_all_captions(pictures: Path, tmp_path: Path) -> None:
@@ -170,7 +171,10 @@ def test_every_bad_row_is_listed_and_counted(pictures: Path, tmp_path: Path, cap
         file.write(b"too,many,cells,here\r\n" + files[3].encode() + b",\xff,\r\n")
         file.write(b"nul.jpg\0,b,mass\r\n")
     out = tmp_path / "out"
-    pack(pictures, "--csv", table, "--label", "finding", "--out", out)
+    asked = ["pack", str(pictures), "--csv", str(table), "--label", "finding", "--out", str(out)]
+    assert main(asked) == 2 and not out.exists()
+    assert "name a public one with --classes, or have those that occur listed" in capsys.readouterr().err
+    pack(pictures, "--csv", table, "--label", "finding", "--classes-from-rows", "--out", out)
     said = capsys.readouterr().out
     reasons = [(each["row"], each["reason"]) for each in left_out(out)]
     assert sorted(reasons) == sorted(
@@ -189,7 +193,8 @@ def test_every_bad_row_is_listed_and_counted(pictures: Path, tmp_path: Path, cap
         b"clear",
         b"mass",
     }
-    assert "give a public list with --classes" in said
+    assert "pack them with a public list (--classes)" in said
+    assert made_of_rows(out) == ClassList(("clear", "mass")).digest
     assert sum("captions" in json.loads(each.get("json", b"{}")) for each in found) == 1, "one file by two names"
 
 
@@ -282,7 +287,7 @@ def test_units_stay_whole_when_some_are_held_out(pictures: Path, tmp_path: Path,
     ]
     assert sides[0] and sides[1] and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 6
     assert len(records(tmp_path / "out")) + len(records(tmp_path / "out-held-out")) == 12
-    assert "6 units" in said and "with data.unit = 'patient_id' a run protects units" in said
+    assert "6 units" in said and "what private runs protect, unless their config says" in said
     known = [open_units(ShardIndex.open(tmp_path / name), "patient_id") for name in ("out", "out-held-out")]
     assert [units.count for units in known] == [len(side) for side in sides], "the indexes know them"
     assert {each["cls"] for each in records(tmp_path / "out")} <= {str(n).encode() for n in range(6)}

@@ -147,6 +147,7 @@ class Case:
     split: str | None = None
     missing: str = ""  # removed, it is named
     said: str = ""  # with the expected layout
+    more: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
@@ -168,7 +169,9 @@ CASES = {
         missing="fgvc-aircraft-2013b/data/images_variant_trainval.txt", said="fgvc-aircraft-2013b/data/ with images/",
     ),
     "aircraft test": Case(aircraft, 1, ["A300B4"], None, "test"),
-    "caltech101": Case(caltech101, 3, ["Faces", "accordion", "accordion"], ["Faces", "accordion"]),
+    "caltech101": Case(
+        caltech101, 3, ["Faces", "accordion", "accordion"], ["Faces", "accordion"], more=["--classes-from-rows"]
+    ),
     "food101": Case(
         food101, 2, ["apple_pie", "waffles"], ["apple_pie", "baby_back_ribs", "waffles"],
         missing="food-101/meta/train.txt", said="the expected layout is food-101/ with images/",
@@ -193,7 +196,7 @@ CASES = {
         said="the expected layout is dataset/ with",
         left_out=["missing file"],
     ),
-    "folders": Case(folders, 3, ["goldfish", "tench", "tench"], ["goldfish", "tench"]),
+    "folders": Case(folders, 3, ["goldfish", "tench", "tench"], ["goldfish", "tench"], more=["--classes-from-rows"]),
 }  # fmt: skip
 
 
@@ -211,7 +214,7 @@ def test_a_published_layout_is_recognised_and_packed(name: str, tmp_path: Path, 
     case, root, out = CASES[name], tmp_path / "set", tmp_path / "out"
     case.make(root, picture)
     split = ["--split", case.split] if case.split is not None else []
-    command = ["pack", str(root), *split, "--workers", "1"]
+    command = ["pack", str(root), *split, *case.more, "--workers", "1"]
     assert main([*command, "--out", str(out)]) == 0
     found = records(out)
     assert len(found) == case.records and [each["cls"].decode() for each in found if "cls" in each] == case.labels

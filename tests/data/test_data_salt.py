@@ -18,7 +18,7 @@ from murmuration.data.index.exclusions import Exclusions
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digests
 from murmuration.data.index.public_split import SplitIndex
-from murmuration.data.index.salt import SALT, make_salt, read_salt
+from murmuration.data.index.salt import BESIDE_RECORDS, SALT, make_salt, read_salt
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.index import SyntheticIndex
@@ -71,7 +71,8 @@ def test_copies_and_second_indexes_of_the_same_shards_name_them_alike(small_set:
 
 
 def test_an_index_without_one_gets_its_salt_when_it_is_first_used(small_set: ShardIndex) -> None:
-    (small_set.folder / SALT).unlink()
+    for salt in (small_set.folder / SALT, small_set.folder.parent / BESIDE_RECORDS):
+        salt.unlink()
     index = ShardIndex.open(small_set.folder)
     assert every_ledger_digest(index) == {index.manifest_digest}, "to ask makes none: nothing can have named it"
     assert not (small_set.folder / SALT).exists()
@@ -149,7 +150,7 @@ def test_without_hard_links_it_is_made_as_well(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert make_salt(tmp_path) == read_salt(tmp_path) == make_salt(tmp_path)
+    assert make_salt(tmp_path) == read_salt(tmp_path / SALT) == make_salt(tmp_path)
 
 
 def test_folders_and_parts_are_keyed_and_rules_are_not(tmp_path: Path, small_set: ShardIndex) -> None:

@@ -286,19 +286,14 @@ def test_no_unit_is_public_and_private(whole: tuple[ShardIndex, UnitTable], frac
     assert public.units.count == max(1, round(units.count * fraction))  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def test_a_cut_between_units_is_no_cut_between_records(whole: tuple[ShardIndex, UnitTable], tmp_path: Path) -> None:
+def test_a_cut_between_units_is_no_cut_between_records(whole: tuple[ShardIndex, UnitTable]) -> None:
     index, units = whole
     by_units = [SplitIndex(index, 0.3, part, units) for part in (True, False)]
     by_records = [SplitIndex(index, 0.3, part) for part in (True, False)]
     assert apart(*by_units) and apart(*by_records)
     assert not apart(by_units[0], by_records[1]) and not apart(by_records[0], by_units[1])
     assert len({part.manifest_digest for part in (*by_units, *by_records)}) == 4
-    by_units[0].cut.freeze(tmp_path)
-    assert PublicSplit.frozen(tmp_path) == by_units[1].cut == PublicSplit(units.count, 0.3, BY) != by_records[0].cut
-    (tmp_path / "older").mkdir()
-    by_records[0].cut.freeze(tmp_path / "older")
-    assert b"unit" not in (tmp_path / "older" / "public_split.json").read_bytes()
-    assert PublicSplit.frozen(tmp_path / "older") == by_records[0].cut
+    assert by_units[0].cut == by_units[1].cut == PublicSplit(units.count, 0.3, BY) != by_records[0].cut
 
 
 def test_the_shards_of_a_draw_are_those_of_all_records_of_its_units(whole: tuple[ShardIndex, UnitTable]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from murmuration.accounting.ledger.history import History
 from tests.support import forking
 from tests.support.evaluation_world import COLOURS, picture, tokenizer
 from tests.support.launching import ROOT, TIMEOUT, environment
@@ -45,9 +47,8 @@ def run(world: Path, *command: str, code: int = 0) -> str:
 
 def test_a_misspelt_field_is_refused_before_anything_is_spent(world: Path) -> None:
     table = ("--csv", "captions.csv", "--image", "file_name", "--label", "finding", "--caption", "caption")
-    run(world, "prepare.py", "pack", "pictures", *table, "--out", "shards")
-    classes = world / "colours.txt"
-    classes.write_text("\n".join(COLOURS) + "\n")
+    (world / "colours.txt").write_text("\n".join(COLOURS) + "\n")
+    run(world, "prepare.py", "pack", "pictures", *table, "--classes", "colours.txt", "--out", "shards")
     run(world, "init.py", "classify", "--data", "shards", "--classes", "colours.txt", "--size", "nano", "--image-size",
         "32", "--out", "my.json")  # fmt: skip
     asked = ("--config", "my.json", "--set", "phases.0.data.label=findng")
@@ -55,3 +56,72 @@ def test_a_misspelt_field_is_refused_before_anything_is_spent(world: Path) -> No
         refused = run(world, "train.py", *asked, *more, code=2)
         assert "findng" in refused and refused.count("error:") == 1, refused
     assert not (world / "runs").exists()
+
+
+@pytest.fixture
+def patients(world: Path) -> list[str]:
+    """How to pack the pictures by a table in which one patient alone has a rare finding, and each has two pictures."""
+    with (world / "findings.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["file_name", "finding", "patient_id"])
+        for number in range(PICTURES):
+            finding = "fabry disease" if number == 7 else ("melanoma", "naevus")[number // 2 % 2]
+            table.writerow([f"{number:03}.png", finding, f"p{number // 2}"])
+    return ["pack", "pictures", "--csv", "findings.csv", "--label", "finding", "--unit", "patient_id"]
+
+
+TOY = ("--size", "nano", "--image-size", "16")
+SHORT = ("--set", 'run.engine="local"', "--set", "phases.0.steps=2", "--set", "phases.0.data.reading.workers=0")
+
+
+def test_a_list_of_classes_that_was_made_of_private_rows_takes_a_word(world: Path, patients: list[str]) -> None:
+    """One patient's finding would be an output of the model and stand in the export, under a certificate without a word
+    of it."""
+    said = run(world, "prepare.py", *patients, "--out", "shards", code=2)
+    assert said.count("prepare.py:") == 1 and "--classes-from-rows" in said and not (world / "shards").exists()
+    run(world, "prepare.py", *patients, "--classes-from-rows", "--out", "shards")
+    asked = ("init.py", "classify", "--data", "shards", *TOY)
+    said = run(world, *asked, code=2)
+    assert "was made of the rows of packed records" in said and not (world / "my.json").exists()
+    (world / "elsewhere.txt").write_text("fabry disease\nmelanoma\nnaevus")  # no line feed at the end
+    said = run(world, *asked, "--classes", "elsewhere.txt", code=2)
+    assert "was made of the rows of packed records" in said and not (world / "my.json").exists()
+    (world / "public.txt").write_text("melanoma\nnaevus\n")
+    run(world, *asked, "--classes", "public.txt", "--out", "public.json")
+    for classes in ("elsewhere.txt", "shards/classes.txt"):
+        said = run(world, "train.py", "--config", "public.json", "--set", f"phases.0.data.classes={classes}",
+                   "--set", "model.classes=3", *SHORT, code=2)  # fmt: skip
+        assert "phases.0.data.classes_public, true, if these names are public" in said
+    assert not (world / "runs").exists()
+    run(world, *asked, "--classes-public")
+    run(world, "train.py", "--config", "my.json", *SHORT)
+    [word] = History.read(world / "runs" / "my" / "ledger.jsonl")[0].public_uses
+    assert word.use == "classes"
+    certificate = json.loads((world / "runs" / "my" / "certificate.json").read_text())
+    [said] = [each for each in certificate["known_deviations"] if "names of the classes" in each]
+    assert "are public by the word of the run's owner" in said and word.digest[:16] in said
+
+
+def test_the_unit_that_the_index_knows_is_what_is_protected(world: Path, patients: list[str]) -> None:
+    """Packed with units, a config that says nothing of them protected single pictures, and nothing said so."""
+    (world / "public.txt").write_text("melanoma\nnaevus\n")
+    run(world, "prepare.py", *patients, "--classes", "public.txt", "--out", "shards")
+    asked = ("init.py", "classify", "--data", "shards", *TOY)
+    said = run(world, *asked)
+    assert "of n = 61 units" in said and "it protects one unit (all records that have the same 'patient_id'" in said
+    said = run(world, *asked, "--unit", "record", "--out", "single.json")
+    assert "of n = 120 records" in said and "it protects one record" in said
+    assert "named by 'patient_id', not by 'ward'" in run(world, *asked, "--unit", "ward", "--out", "x.json", code=2)
+
+    for config, unit, n in (("my.json", "one unit (all records that have the same 'patient_id'", 61),
+                            ("single.json", "one record", 120)):  # fmt: skip
+        said = run(world, "train.py", "--config", config, "--dry-run")
+        assert f"n             {n} (" in said and f"unit          {unit}" in said
+    nothing = ("--config", "single.json", "--set", "phases.0.data.unit=null")
+    said = run(world, "train.py", *nothing, *SHORT)
+    assert "private  protects one unit (all records that have the same 'patient_id'" in said and "n = 61" in said
+    certificate = json.loads((world / "runs" / "single" / "certificate.json").read_text())
+    assert certificate["unit"].startswith("one unit (all records that have the same 'patient_id'")
+    said = run(world, "train.py", *nothing, "--set", "phases.0.data.expected_records=120", "--dry-run", code=2)
+    assert "n counts units by 'patient_id'" in said and "set unit to 'record'" in said
+    run(world, "prepare.py", "index", "shards", "--unit", "record", code=2)

@@ -262,12 +262,13 @@ def test_what_a_config_may_not_ask_of_units(
     assert "knows no units" in refused(lambda config: data(config).update(path=str(small_data / "private")))
     assert "give their number as expected_units" in refused(lambda config: data(config).update(expected_records=600))
     assert "more than 1 % off" in refused(lambda config: data(config).update(expected_units=600))
-    assert "needs `unit`" in refused(lambda config: data(config).pop("unit"))
+    assert "needs `unit`" in refused(lambda config: data(config).update(unit="record"))
     assert "leave it out" in refused(lambda config: config["phases"][0]["data"].update(unit=PATIENT))
 
     def twice(config: dict[str, Any]) -> None:
         other = json.loads(json.dumps(config["phases"][1])) | {"name": "records"}
-        del other["data"]["unit"], other["data"]["rows_per_unit"]
+        del other["data"]["rows_per_unit"]
+        other["data"]["unit"] = "record"
         config["phases"].append(other)
 
     assert "a run makes one promise" in refused(twice)
@@ -287,7 +288,7 @@ def test_a_dry_run_says_what_n_counts(
     count = open_units(ShardIndex.open(patients), PATIENT).count
     told = script("train.py", "--config", str(job.config), "--dry-run")
     assert told.returncode == 0, told.stderr
-    assert f"n             {count} (units of 600 records, from the index)" in told.stdout
+    assert f"n             {count} (units by {PATIENT!r}, of 600 records, from the index)" in told.stdout
     assert "the mean over at most 3 of its records" in told.stdout
 
     def elsewhere(config: dict[str, Any]) -> None:

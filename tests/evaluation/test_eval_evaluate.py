@@ -19,8 +19,9 @@ from PIL import Image
 from timm.models._hub import save_for_hf
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
-from murmuration.data.index.folders import FolderIndex, build_folder
-from murmuration.data.index.public_split import PublicSplit
+from murmuration.data.index.folders import build_folder
+from murmuration.data.index.public_split import SplitIndex
+from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.evaluation.measures.caption_metrics import caption_metrics
 from murmuration.evaluation.measures.logistic import normalised
@@ -428,7 +429,7 @@ def test_compare_prints_a_table_and_warns_of_different_records(
     assert "no result of an evaluation" in capsys.readouterr().err
 
 
-def logged(index: FolderIndex) -> None:
+def logged(index: RecordIndex) -> None:
     RunLog.of(index).register("id", "private", "clinic", 8.0, 1e-6, folder="elsewhere")
 
 
@@ -480,9 +481,9 @@ def test_the_part_that_was_made_public_is_scored_alone(
     index = build_folder(class_folders(tmp_path / "records", 10, colours=("red", "blue")))
     common = ["reconstruct", *published(world, "vip.pth"), "--data", index.folder, "--out", tmp_path / "out"]
     assert evaluate(*common, "--public-part") == 2
-    assert "no part of" in capsys.readouterr().err and PublicSplit.frozen(index.folder) is None
-    PublicSplit(index.records, 0.3).freeze(index.folder)
-    logged(index)
+    assert "no part of" in capsys.readouterr().err and RunLog.of(index).splits() == []
+    RunLog.of(SplitIndex(index, 0.3, public=True)).freeze()
+    logged(SplitIndex(index, 0.3, public=False))
     assert evaluate(*common) == 2
     assert evaluate(*common, "--public-part") == 0
     found = result(tmp_path / "out")

@@ -22,6 +22,7 @@ from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.shard_index import build as build_index
 from murmuration.data.synthetic.index import shape_samples, write_shards
@@ -29,6 +30,7 @@ from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
 from murmuration.train.recipe.warm_start import EXPORTED, WarmStart
 from murmuration.train.storage.provenance import Provenance
+from murmuration.train.storage.sibling_runs import RunLog
 from tests.support.acc_world import KEY, SIGNER
 
 PLAN = PrivacyPlan(64, threshold_for(64, 8), 1.0, 2.0, 3, 1 / 128, 8.0)
@@ -203,6 +205,30 @@ CONFIG: dict[str, Any] = {
          "schedule": {"peak": 1e-3, "shape": "constant"}, "steps": 3},
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["removed", "elsewhere", "grown"])
+def test_weights_are_recognised_through_another_index_of_the_records(tmp_path: Path, how: str) -> None:
+    mine = tmp_path / "mine"
+    write_shards(mine, shape_samples(2, 64, 16), 32)
+    indexes = [tmp_path / "one", tmp_path / "two"] if how == "elsewhere" else [mine, mine]
+    index = build_index(mine, *indexes[:1] if how == "elsewhere" else [])
+    named = ledger_digests(index, public=False)[0]
+    assert RunLog.of(index).register("id", "private", "first", 8.0, 1e-5, records=named) is None
+    run(tmp_path / "start", named)
+    if how == "removed":
+        shutil.rmtree(mine / "index")
+    elif how == "grown":
+        write_shards(tmp_path / "more", shape_samples(3, 8, 16), 8)
+        (tmp_path / "more" / "000000.tar").rename(mine / "000007.tar")
+    again = build_index(mine, *indexes[1:] if how == "elsewhere" else [])
+    assert (ledger_digests(again, public=False)[0] == named) == (how != "grown"), "one salt names the records"
+    config = copy.deepcopy(CONFIG)
+    config["phases"][0]["data"]["path"] = str(tmp_path / "start")
+    config["phases"][1]["data"]["path"] = str(indexes[1])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match="was trained on the private records of phase 'private'"):
+        prepare(load(tmp_path / "config.json", []))
 
 
 def test_records_that_any_run_before_protected_are_refused(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_neither_training_nor_evaluate_uses_private_records_as_public(
     }  # fmt: skip
     for use, raw in uses.items():
         config = config_of(world.parent, raw)
-        with pytest.raises(RecipeError, match=rf"phases\.0\.{use}: run 'clinic' protects these.*move the private"):
+        with pytest.raises(RecipeError, match=rf"phases\.0\.{use}: run 'clinic' protects these.*nobody may use"):
             prepare(load(config, []))
     assert train(["--config", str(config)]) == 2
     assert "run 'clinic' protects" in capsys.readouterr().err
@@ -285,8 +285,8 @@ def test_a_public_part_stays_usable_beside_runs_on_the_rest_but_not_over_another
     indexed(pictures(world))
     raw = settings(data={"path": str(world), "public": True, "public_fraction": 0.5}, batch=1)
     config = config_of(world.parent, raw)
-    prepare(load(config, []))
-    protected(world)
+    [open_part] = prepare(load(config, []))
+    RunLog.of(open_part.index).register("id", "private", "clinic", 8.0, 1e-6)
     prepare(load(config, []))
     indexed(world / "red", "--out", str(world.parent / "far"))
     RunLog.of(open_index(world.parent / "far")).register("id", "private", "another", 8.0, 1e-6)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from murmuration.data.index.public_split import FROZEN, PublicSplit, SplitIndex
+from murmuration.data.index.open import open_index
+from murmuration.data.index.public_split import PublicSplit, SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.index import shape_samples, write_shards
@@ -19,8 +21,9 @@ from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
-from murmuration.train.storage.sibling_runs import RunLog
+from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, RunLog
 from tests.support.config_base import Change, put
+from tests.support.range_server import RangeServer, serving
 
 RECORDS = 60
 PUBLIC: dict[str, Any] = {
@@ -61,14 +64,21 @@ def part(phase: dict[str, Any], fraction: float | None, **more: Any) -> dict[str
 
 def trained(world: Path, name: str = "set", folder: str = "index") -> None:
     """What a private run on these records leaves in their log."""
-    assert RunLog.beside(world / name / folder).register("id", "private", "first", 8.0, 1e-5) is None
+    index = open_index(world / name / folder)
+    cuts = RunLog.of(index).splits()
+    part = SplitIndex(index, cuts[0].public_fraction, public=False) if cuts else index
+    assert RunLog.of(part).register("id", "private", "first", 8.0, 1e-5) is None
+
+
+def frozen(world: Path) -> list[PublicSplit]:
+    return RunLog.of(open_index(world / "set")).splits()
 
 
 def test_another_share_of_the_same_records_is_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As two runs would have it: many records that the first protects would be trained on in the open by the second."""
     public, private = ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1))
     trained(world)
-    assert PublicSplit.frozen(world / "set" / "index") == PublicSplit(RECORDS, 0.1)
+    assert frozen(world) == [PublicSplit(RECORDS, 0.1)]
     whole = ShardIndex.open(world / "set")
     more = SplitIndex(whole, 0.5, True)
     protected = {private.index.locate(i) for i in range(private.index.records)}
@@ -150,11 +160,58 @@ def test_a_second_index_of_the_shards_knows_what_the_first_one_knows(world: Path
         ready(world, part(PUBLIC | second, 0.2))
 
 
+@pytest.mark.parametrize("gone", [True, False], ids=["the index removed", "another index"])
+def test_no_other_index_moves_the_share(world: Path, gone: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Frozen beside the index alone, 24 of the 54 records that the first run protects would be public in the second."""
+    first, other = ({"path": name, "public_fraction": 0.1} for name in ("set", "set" if gone else "second"))
+    ready(world, PRIVATE | {"data": first})
+    trained(world)
+    if gone:
+        shutil.rmtree(world / "set" / "index")
+    assert prepare_command.main(["index", str(world / "set"), *([] if gone else ["--out", str(world / "second")])]) == 0
+    ready(world, PRIVATE | {"data": other})
+    config_of(world, PRIVATE | {"data": other | {"public_fraction": 0.5}})
+    assert train(["--config", str(world / "config.json")]) == 2
+    assert "was cut with public_fraction 0.1 of 60 records, but the config asks for 0.5" in capsys.readouterr().err
+    config_of(world, PRIVATE | {"data": {"path": other["path"]}})
+    assert train(["--config", str(world / "config.json")]) == 2
+    assert "a part of this set was made public" in capsys.readouterr().err
+
+
+def test_of_two_runs_that_start_at_once_the_second_keeps_the_cut_of_the_first(world: Path) -> None:
+    """Both found nothing frozen; the second is refused as it freezes, or as it registers what it protects."""
+    index = open_index(world / "set")
+    one, other = (SplitIndex(index, fraction, public=False) for fraction in (0.1, 0.5))
+    RunLog.of(one).freeze()
+    with pytest.raises(ShardError, match=r"cut with public_fraction 0\.1 of 60 records by another run"):
+        RunLog.of(other).freeze()
+    for late in (other, index):
+        with pytest.raises(ShardError, match=r"cut with public_fraction 0\.1 of 60 records by another run"):
+            RunLog.of(late).register("id", "private", "late", 8.0, 1e-5)
+    whole = open_index(world / "other")
+    RunLog.of(whole).register("id", "private", "whole", 8.0, 1e-5)
+    with pytest.raises(ShardError, match="run 'whole' has used these records before"):
+        RunLog.of(SplitIndex(whole, 0.1, public=True)).freeze()
+
+
+def test_a_cut_of_records_behind_a_url_stands_in_the_registry(world: Path) -> None:
+    (world / "registry").mkdir()
+    with serving(RangeServer(world / "set")) as server:
+        for name in ("one", "two"):
+            build([f"{server.url}/{number:06d}.tar" for number in range(2)], world / name)
+    one, two = (SplitIndex(open_index(world / name), 0.1, public=False) for name in ("one", "two"))
+    with pytest.raises(ShardError, match=r"the log lies in the index alone.*name a writable folder in run\.registry"):
+        RunLog.of(one).freeze()
+    assert RunLog.of(one).splits() == []
+    RunLog.of(one, str(world / "registry")).freeze()
+    assert RunLog.of(two).splits() == [] and RunLog.of(two, str(world / "registry")).splits() == [one.cut]
+
+
 def test_a_cut_after_runs_needs_a_word_and_is_then_frozen(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(world)
     with pytest.raises(RecipeError, match=r"run 'first' has used these records before.*prepare\.py split .*0\.1"):
         ready(world, part(PRIVATE, 0.1))
-    assert not (world / "set" / "index" / FROZEN).exists()
+    assert frozen(world) == []
     command = ["split", str(world / "set"), "--public-fraction"]
     assert prepare_command.main([*command, "0.1"]) == 0
     said = capsys.readouterr().out
@@ -163,7 +220,10 @@ def test_a_cut_after_runs_needs_a_word_and_is_then_frozen(world: Path, capsys: p
     assert prepare_command.main([*command, "0.1"]) == 0
     assert prepare_command.main([*command, "0.2"]) == 2
     assert prepare_command.main([*command, "1"]) == 2
-    assert PublicSplit.frozen(world / "set" / "index") == PublicSplit(RECORDS, 0.1)
+    (world / "registry").mkdir()
+    assert prepare_command.main([*command, "0.1", "--registry", str(world / "registry")]) == 0
+    assert "public_split" in (world / "registry" / LOG).read_text()
+    assert frozen(world) == [PublicSplit(RECORDS, 0.1)]
 
 
 def test_a_refused_config_freezes_nothing_and_where_nothing_can_be_written_the_run_is_refused(
@@ -172,27 +232,25 @@ def test_a_refused_config_freezes_nothing_and_where_nothing_can_be_written_the_r
     trained(world, "held")
     with pytest.raises(RecipeError, match="nobody may use them as public"):
         ready(world, part(PRIVATE, 0.1, evaluation={"path": "held", "public": True}))
-    assert not (world / "set" / "index" / FROZEN).exists()
+    assert frozen(world) == []
 
     def refuse(*_args: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("murmuration.data.index.public_split.write_once", refuse)
-    with pytest.raises(RecipeError, match=r"Read-only file system.*prepare\.py split .*--out"):
+    monkeypatch.setattr("murmuration.train.storage.sibling_runs.append", refuse)
+    with pytest.raises(RecipeError, match=r"Read-only file system.*run\.registry, the same one.*split --registry"):
         ready(world, part(PRIVATE, 0.1))
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[1]", b'{"format": 1, "records": 60, "public_fraction": 2}',
-                b'{"format": 2, "records": 60, "public_fraction": 0.1}', b'{"format": 1, "records": 1e999}'],
+    "cut", [None, 1, {}, {"records": 60, "public_fraction": 2}, {"records": 60.5, "public_fraction": 0.1},
+            {"records": 60, "public_fraction": 0.1, "unit": 1}, {"records": 60, "public_fraction": 0.1, "more": 1}],
 )  # fmt: skip
-def test_a_damaged_cut_is_refused_and_not_made_anew(world: Path, content: bytes) -> None:
-    (world / "set" / "index" / FROZEN).write_bytes(content)
-    with pytest.raises(ShardError, match="which records are public; restore it"):
-        PublicSplit.frozen(world / "set" / "index")
+def test_a_damaged_cut_is_refused_and_not_made_anew(world: Path, cut: object) -> None:
+    (log := world / "set" / BESIDE_SHARDS).write_text(json.dumps({"public_split": cut}))
     with pytest.raises(RecipeError, match="which records are public; restore it"):
         ready(world, part(PRIVATE, 0.1))
-    assert (world / "set" / "index" / FROZEN).read_bytes() == content
+    assert log.read_text() == json.dumps({"public_split": cut})
 
 
 # What is used without noise is public by somebody's word, and the word stands in the config.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +16,20 @@ from webdataset import TarWriter
 from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.ledger.facts import Charge, Head
+from murmuration.data.index.open import open_index
+from murmuration.data.index.salt import SALT
 from murmuration.data.index.shard_index import build
 from murmuration.data.store.place import ShardError
+from murmuration.data.synthetic.index import shape_samples, write_shards
+from murmuration.launch import prepare as prepare_command
 from murmuration.train.storage import sibling_runs
+from murmuration.train.storage.certify import siblings_of
 from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, DataBudgetError, RunLog
+from tests.support.range_server import RangeServer, serving
 
 
 def log_in(*folders: Path) -> RunLog:
-    return RunLog(tuple(folder / LOG for folder in folders))
+    return RunLog.at(*(folder / LOG for folder in folders))
 
 
 def test_runs_on_the_same_records_know_of_each_other(tmp_path: Path) -> None:
@@ -35,7 +44,7 @@ def test_runs_on_the_same_records_know_of_each_other(tmp_path: Path) -> None:
     assert len(log.siblings()) == 2
     assert log.register("b", "second-phase", "second", 4.0, 1e-5) is None
     assert [entry["epsilon_budget"] for entry in log.siblings({"a"})] == [2.0, 4.0], "each private phase counts"
-    assert log.knows("a") and not log.knows("c")
+    assert log.unknown_to_others("a") is None and log.unknown_to_others("c") is not None
 
 
 def test_a_log_that_cannot_be_used_does_not_read_as_if_there_were_no_others(tmp_path: Path) -> None:
@@ -43,7 +52,7 @@ def test_a_log_that_cannot_be_used_does_not_read_as_if_there_were_no_others(tmp_
     (tmp_path / LOG).mkdir()
     log = log_in(tmp_path)
     assert "cannot be read" in str(log.siblings({"a"}))
-    assert "cannot be used" in (log.register("a", "private", "first", 8.0, 1e-5) or "")
+    assert "cannot be written" in (log.register("a", "private", "first", 8.0, 1e-5) or "")
     log.note(Head("a", 3, "f" * 64, ()))  # and ends no run
 
 
@@ -171,13 +180,14 @@ def test_a_place_that_is_named_twice_is_one(tmp_path: Path) -> None:
         tar.write({"__key__": "a", "txt": "words", "jpg": b"picture"})
     index = build(tmp_path)
     (tmp_path / "link").symlink_to(index.folder)
+    RunLog.of(index).note(Head("b", 3, "f" * 64, ()))  # both files are there
     for registry in (index.folder, tmp_path / "link"):
         log = RunLog.of(index, str(registry))
-        assert log.files == RunLog.of(index).files and len(log.files) == 2
+        assert len(log.files) == 2 and all(map(os.path.samefile, log.files, RunLog.of(index).files))
         with log.alone():
             log.register("a", "private", "first", 2.0, 1e-5)
     (tmp_path / "hard").hardlink_to(index.folder / LOG)  # or a mount of the same folder
-    with RunLog((index.folder / LOG, tmp_path / "link" / LOG, tmp_path / "hard")).alone():
+    with RunLog.at(index.folder / LOG, tmp_path / "link" / LOG, tmp_path / "hard").alone():
         pass
 
 
@@ -194,7 +204,7 @@ def test_runs_whose_registry_is_the_others_folder_lock_in_one_order(
 
     monkeypatch.setattr(sibling_runs, "try_lock", lock)
     for one, other in (("a", "b"), ("b", "a")):
-        with RunLog((tmp_path / one / LOG, tmp_path / other / LOG)).alone():
+        with RunLog.at(tmp_path / one / LOG, tmp_path / other / LOG).alone():
             pass
     assert len(set(locked)) == 2 and locked[:2] == locked[2:]
 
@@ -211,7 +221,7 @@ def test_a_budget_that_no_place_takes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"cannot be written .* with --registry"):
         log_in(tmp_path).set_budget(3.0)
     (tmp_path / "registry").mkdir()
-    log = RunLog((tmp_path / LOG, tmp_path / "registry" / LOG))
+    log = RunLog.at(tmp_path / LOG, tmp_path / "registry" / LOG)
     [fault] = log.set_budget(3.0)
     assert str(tmp_path / LOG) in fault and log.budget() == 3.0
 
@@ -266,3 +276,103 @@ def test_budgets_of_earlier_versions_are_for_records(tmp_path: Path) -> None:
     log.set_budget(4.0)
     log.register("b", "p", "new", 1.0, 1e-5)
     assert "unit" not in (tmp_path / LOG).read_text(), "nothing changes in a log where nobody names a unit"
+
+
+# Whichever index, folder or address leads to the same records.
+
+
+def _copied(shards: Path, target: Path) -> None:
+    target.mkdir()
+    for shard in shards.glob("*.tar"):
+        shutil.copy(shard, target)
+
+
+def _hard_linked(shards: Path, target: Path) -> None:
+    target.mkdir()
+    for shard in shards.glob("*.tar"):
+        os.link(shard, target / shard.name)
+
+
+def _grown(shards: Path, target: Path) -> None:
+    _copied(shards, target)
+    write_shards(target / "more", shape_samples(8, 6, 16), 6)
+    (target / "more" / "000000.tar").rename(target / "000007.tar")
+
+
+@pytest.mark.parametrize("make", [_copied, _hard_linked, _grown])
+def test_a_registry_knows_records_by_their_contents_in_any_folder(
+    tmp_path: Path, make: Callable[[Path, Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one registry serves many sets: what is about other records does not count."""
+    for seed, name in enumerate(("set", "other")):
+        write_shards(tmp_path / name, shape_samples(seed + 2, 12, 16), 6)
+    (registry := tmp_path / "registry").mkdir()
+    command = ["index", str(tmp_path / "set"), "--budget", "8", "--registry", str(registry)]
+    assert prepare_command.main(command) == 0
+    first = RunLog.of(open_index(tmp_path / "set"), str(registry))
+    assert first.register("a", "private", "first", 8.0, 1e-5, records="named") is None
+    make(tmp_path / "set", tmp_path / "again")
+    assert prepare_command.main(["index", str(tmp_path / "again")]) == 0
+    log = RunLog.of(open_index(tmp_path / "again"), str(registry))
+    assert [entry["run"] for entry in log.siblings()] == ["first"] and log.names() == {"named"}
+    with pytest.raises(DataBudgetError, match=r"ε = 8 .* take 8"):
+        log.require_budget({"b"}, 1.0)
+    assert prepare_command.main(["index", str(tmp_path / "other")]) == 0
+    other = RunLog.of(open_index(tmp_path / "other"), str(registry))
+    other.require_budget({"b"}, 100.0)
+    first.claim("a", 7.5)
+    assert (other.siblings(), other.budget(), other.spent(), other.names()) == ([], None, 0.0, frozenset())
+    assert log.spent() == 7.5
+    assert stat.S_IMODE((registry / SALT).stat().st_mode) == 0o600
+    found = (registry / LOG).read_text()
+    assert not any(shard.sha256 in found for shard in open_index(tmp_path / "set").shards), "keyed"
+
+
+def test_what_no_log_can_know_is_said_and_no_budget_pretends_to_bind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind a URL nothing lies beside the shards, and a hard link leads to no folder."""
+    write_shards(tmp_path / "set", shape_samples(2, 12, 16), 6)
+    (registry := tmp_path / "registry").mkdir()
+    with serving(RangeServer(tmp_path / "set")) as server:
+        command = ["index", f"{server.url}/{{000000..000001}}.tar", "--out", str(tmp_path / "one")]
+        assert prepare_command.main([*command, "--budget", "8"]) == 2
+        assert (
+            "so other runs would not know of a budget; name a writable folder with --registry"
+            in capsys.readouterr().err
+        )
+        assert RunLog.of(open_index(tmp_path / "one")).budget() is None, "refused, and so nowhere"
+        assert prepare_command.main([*command, "--budget", "8", "--registry", str(registry)]) == 0
+        assert prepare_command.main([*command[:-1], str(tmp_path / "two")]) == 0
+    one, two = (open_index(tmp_path / name) for name in ("one", "two"))
+    alone = RunLog.of(two)
+    assert "name a writable folder in run.registry" in (alone.register("b", "private", "alone", 8.0, 1e-5) or "")
+    assert "other runs unknown" in siblings_of([alone], "b")[0]["run"]
+    with pytest.raises(DataBudgetError, match="or no budget can bind"):
+        RunLog.of(one).register("c", "private", "without", 1.0, 1e-5)
+    assert RunLog.of(one).siblings() == []
+    assert RunLog.of(one, str(registry)).register("d", "private", "with", 8.0, 1e-5) is None
+    with pytest.raises(DataBudgetError, match=r"ε = 8 .* take"):
+        RunLog.of(two, str(registry)).require_budget({"e"}, 1.0)
+    _hard_linked(tmp_path / "set", tmp_path / "hard")
+    linked = RunLog.of(build(tmp_path / "hard"))
+    assert linked.register("f", "private", "linked", 8.0, 1e-5) is None
+    assert "shards have hard links" in siblings_of([linked], "f")[0]["run"]
+    shutil.rmtree(tmp_path / "set")
+    assert siblings_of([linked], "f") == []
+
+
+def test_of_shards_in_one_folder_only_those_that_are_shared_count(tmp_path: Path) -> None:
+    write_shards(tmp_path, shape_samples(2, 18, 16), 6)
+    first, second = (
+        build([tmp_path / f"{number:06d}.tar" for number in numbers], tmp_path / f"index{len(numbers)}")
+        for numbers in ((0,), (1, 2))
+    )
+    RunLog.of(first).register("a", "private", "on the first shard", 8.0, 1e-5, records="first")
+    assert (RunLog.of(second).siblings(), RunLog.of(second).names()) == ([], frozenset())
+    (tmp_path / "000001.tar").write_bytes((tmp_path / "000000.tar").read_bytes())
+    again = build([tmp_path / "000001.tar"], tmp_path / "again")
+    assert RunLog.of(again).names() == {"first"}, "the same contents under another name"
+    write_shards(tmp_path, shape_samples(9, 6, 16), 6)
+    packed_again = build([tmp_path / "000000.tar"], tmp_path / "packed")
+    assert [entry["id"] for entry in RunLog.of(packed_again).siblings()] == ["a"], "under the same name"

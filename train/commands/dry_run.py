@@ -140,7 +140,7 @@ def _memory(config: Config, phase: Phase, model: nn.Module) -> MemoryNeed:
 
 def as_text(found: Meaning) -> str:
     lines = [f"engine: {EngineSettings.of(found.config)}"]
-    for where, path in named_lists(found.config):
+    for where, path, _ in named_lists(found.config):
         lines += [f"{where}: {path}{_at_hand(path)}"]
     for one in found.phases:
         lines += ["", f"phase {one.number} ({one.phase.name}, {one.phase.objective}):"]
@@ -178,7 +178,7 @@ def _promised(promise: Promise) -> list[str]:
     plan = promise.plan
     return [
         f"n             {plan.records:,} ({promise.records_known})",
-        *([f"unit          {plan.unit}: {contribution_in_words(plan.units)}"] if plan.units is not None else []),
+        f"unit          {plan.unit}" + ("" if plan.units is None else f": {contribution_in_words(plan.units)}"),
         _drawn(plan),
         f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
         *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
@@ -218,7 +218,7 @@ def as_json(found: Meaning) -> str:
         "config": found.config.model_dump(by_alias=True, exclude_none=True),
         "model": asdict(found.shape),
         "engine": str(EngineSettings.of(found.config)),
-        "lists": {where: {"path": str(path), "at_hand": path.exists()} for where, path in named_lists(found.config)},
+        "lists": {where: {"path": str(path), "at_hand": path.exists()} for where, path, _ in named_lists(found.config)},
         "phases": [_as_values(one) for one in found.phases],
     }
     return json.dumps(whole, indent=2)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from murmuration.accounting.unit import fault_of_name
+from murmuration.accounting.unit import SINGLE, fault_of_name
 from murmuration.data.synthetic.kinds import PictureKind
 from murmuration.train.config.section import Section, word_given
 
@@ -84,6 +84,11 @@ class ShardData(Section):
     label: str | None = Field(default=None, description=_LABEL)
     multi_label: bool = Field(default=False, description=_MULTI_LABEL)
     classes: str | None = Field(default=None, description=_CLASSES)
+    classes_public: bool = Field(
+        default=False,
+        description="Your word, which the certificate repeats, that the names in `classes` are public, although "
+        "prepare.py pack took them from the rows (--classes-from-rows).",
+    )
     exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(
         default=None,
@@ -92,8 +97,9 @@ class ShardData(Section):
     unit: str | None = Field(
         default=None,
         description="What is protected as one: all records with the same value of this field of their .json "
-        "(patient_id), or key:PATTERN, those in whose keys a regular expression finds the same. null: each record. The "
-        "index must know it (prepare.py index --unit); n, expected_batch and the draws then count units.",
+        "(patient_id), or key:PATTERN, those in whose keys a regular expression finds the same. The index must know it "
+        "(prepare.py index --unit); n, expected_batch and the draws then count units. 'record': each record. null: "
+        "what the index knows, else each record.",
     )
     rows_per_unit: int | None = Field(
         default=None,
@@ -109,23 +115,33 @@ class ShardData(Section):
     )
     reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
 
+    @property
+    def by(self) -> str | None:
+        """What the units are named by; None: each record is one."""
+        return None if self.unit == SINGLE else self.unit
+
     @model_validator(mode="after")
     def _of_units(self) -> ShardData:
-        if self.unit is None:
+        if self.by is None:
             alone = ("rows_per_unit", "unit_reduce", "expected_units")
             if odd := [name for name in alone if getattr(self, name) is not None]:
                 raise ValueError(f"{', '.join(odd)} needs `unit`, which names what is protected; add it, or drop that")
             return self
-        if (fault := fault_of_name(self.unit)) is not None:
-            raise ValueError(f"unit {self.unit!r} {fault}")
+        if (fault := fault_of_name(self.by)) is not None:
+            raise ValueError(f"unit {self.by!r} {fault}")
         if self.public and self.public_fraction is None:
             raise ValueError("unit names what a private phase protects, and public records need none; leave it out")
         if self.expected_records is not None:
-            raise ValueError("with `unit`, n counts units; give their number as expected_units, not expected_records")
+            raise ValueError(
+                f"n counts units by {self.by!r}; give their number as expected_units, not expected_records, or set "
+                f"unit to {SINGLE!r} to protect single records"
+            )
         return self
 
     @model_validator(mode="after")
     def _by_node_or_by_share(self) -> ShardData:
+        if self.classes_public and self.classes is None:
+            raise ValueError("classes_public is about the list that `classes` names; name it, or drop the word")
         if self.reading.node_shards is not None and self.public_fraction is not None:
             raise ValueError("public_fraction takes records of all shards, reading.node_shards whole shards; drop one")
         if self.public_fraction is not None and self.exclude_classes is not None:

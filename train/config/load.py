@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, NotJson, parse, require_shallow
+from murmuration.data.index.open import unit_known
 from murmuration.data.store.place import ShardError, is_url, require_no_access
 from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.data import DATA_SECTIONS
@@ -59,6 +60,7 @@ def load(path: Path, overrides: list[str]) -> Config:
     _require_text(raw)
     _heads_in_one_pass(raw.get("phases"))
     _objectives_of_starts(raw.get("phases"))
+    _units_of_indexes(raw.get("phases"))
     refused = find_refusals(raw)
     if refused:
         raise ConfigError("\n".join(printable(sentence) for sentence in refused))
@@ -127,6 +129,22 @@ def _objectives_of_starts(phases: Any) -> None:
         if isinstance(data, dict) and data.get("source") == "checkpoint" and "objective" not in phase:
             after = [other["objective"] for other in found[number + 1 :] if "objective" in other]
             phase |= {"objective": after[0]} if after else {}
+
+
+def _units_of_indexes(phases: Any) -> None:
+    """Where nobody says what is protected, it is what the index knows: to train on single records, too, takes a word.
+    So also where a set is cut, since both parts must be cut alike."""
+    for phase in phases if isinstance(phases, list) else []:
+        mixing = phase.get("mixing") if isinstance(phase, dict) else None
+        for section in (phase, mixing):
+            data = section.get("data") if isinstance(section, dict) else None
+            if not isinstance(data, dict) or data.get("source", "shards") != "shards" or data.get("unit") is not None:
+                continue
+            if data.get("public") is True and data.get("public_fraction") is None:
+                continue
+            path = data.get("path")
+            if isinstance(path, str) and (by := unit_known(path)) is not None:
+                data["unit"] = by
 
 
 def _heads_in_one_pass(phases: Any) -> None:

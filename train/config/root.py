@@ -126,7 +126,7 @@ class Run(Keeping):
     )
     registry: str | None = Field(
         default=None,
-        description="A second folder for the log of runs on private records; for data that are mounted read-only.",
+        description="A common folder for the log of runs: for read-only data, URLs and copies.",
     )
     witness: str | None = Field(
         default=None,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from murmuration.data.decode.class_filter import ClassFilter
-from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.class_list import ClassList, made_of_rows
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
+from murmuration.data.index.format import read_manifest
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex
@@ -47,11 +48,11 @@ def _labelled_data(config: Config) -> Iterator[tuple[str, Phase, ShardData | Str
                 yield where, phase, data
 
 
-def named_lists(config: Config) -> Iterator[tuple[str, Path]]:
-    """The config keys that name class lists, with their paths."""
+def named_lists(config: Config) -> Iterator[tuple[str, Path, ShardData | StreamData]]:
+    """The config keys that name class lists, with their paths and the sections that they are in."""
     for where, _, data in _labelled_data(config):
         if data.classes is not None:
-            yield f"{where}.classes", Path(data.classes)
+            yield f"{where}.classes", Path(data.classes), data
 
 
 def excluding_lists(config: Config) -> Iterator[tuple[str, Path]]:
@@ -59,6 +60,24 @@ def excluding_lists(config: Config) -> Iterator[tuple[str, Path]]:
     for where, _, data in _labelled_data(config):
         if data.exclude_classes is not None:
             yield f"{where}.exclude_classes", Path(data.exclude_classes)
+
+
+def from_rows(classes: ClassList, path: Path, data: str) -> bool:
+    """Whether the list in this file is one that was made of the rows of packed records: of these `data`, or of those
+    beside which it lies."""
+    folders = [path.parent]
+    with suppress(ShardError, OSError):
+        root = read_manifest(data).root
+        folders += [root] if isinstance(root, Path) else []
+    return classes.digest in {made_of_rows(folder) for folder in folders}
+
+
+def _require_public_names(classes: ClassList, path: Path, data: ShardData | StreamData, where: str) -> None:
+    if isinstance(data, ShardData) and not (data.public or data.classes_public) and from_rows(classes, path, data.path):
+        raise RecipeError(
+            f"{where}: {path} was made of the rows of packed records, and a class that one private record alone has "
+            f"would tell of it; name a public list, or say {where}_public, true, if these names are public all the same"
+        )
 
 
 def read_list(path: Path, where: str) -> ClassList:
@@ -114,8 +133,9 @@ def class_list(config: Config, outputs: int) -> ClassList | None:
     two, or more classes than the model has outputs."""
     found: ClassList | None = None
     excluded = _left_out_everywhere(config)
-    for where, path in named_lists(config):
+    for where, path, data in named_lists(config):
         classes = read_list(path, where)
+        _require_public_names(classes, path, data, where)
         if found is not None and classes != found:
             raise RecipeError(f"{where}: not the list of the phases before it; name the same one everywhere")
         found = classes
@@ -169,7 +189,8 @@ def _require_names(source: LabelSource, classes: ClassList) -> None:
 
 def check_at_hand(config: Config, outputs: int) -> None:
     """Checks as much as possible without the data or the lists that are not at hand."""
-    if any(not path.exists() for _, path in (*named_lists(config), *excluding_lists(config))):
+    named = [*((where, path) for where, path, _ in named_lists(config)), *excluding_lists(config)]
+    if any(not path.exists() for _, path in named):
         return
     classes = class_list(config, outputs)
     sources: list[LabelSource] = []

@@ -93,12 +93,12 @@ def open_records(
 
 def open_units(index: RecordIndex, data: Data, where: str) -> UnitTable | None:
     """The units that a section of data protects, as its index knows them; None where it protects records."""
-    if not isinstance(data, ShardData) or data.unit is None:
+    if not isinstance(data, ShardData) or data.by is None:
         return None
     if isinstance(index, SplitIndex):
         return index.units
     try:
-        return open_table(index, data.unit)
+        return open_table(index, data.by)
     except ShardError as error:
         raise RecipeError(f"{where}.unit: {error}") from None
 
@@ -106,7 +106,7 @@ def open_units(index: RecordIndex, data: Data, where: str) -> UnitTable | None:
 def _refuse_coupled(index: RecordIndex, data: ShardData, where: str) -> None:
     """Refuses a list of excluded records in which one record decided about others that the phase protects singly."""
     by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
-    if by and by != data.unit and not data.public:
+    if by and by != data.by and not data.public:
         raise RecipeError(
             f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
             f"{where}.unit to {by!r}, or run murmuration.contrib.overlap again without --by-unit"
@@ -203,11 +203,11 @@ def known_records(phase: Phase, where: str) -> tuple[int, str]:
         if phase.data.exclude_classes is not None and isinstance(index, FolderIndex):
             index = leave_out(index, class_filter(phase.data, phase.label, None, f"{where}.data"), f"{where}.data")
         whole, source = index.records, "from the index"
-        if phase.data.unit is not None:
-            units = open_table(index, phase.data.unit)
-            whole, source = units.count, f"units of {units.records:,} records, from the index"
+        if phase.data.by is not None:
+            units = open_table(index, phase.data.by)
+            whole, source = units.count, f"units by {units.by!r}, of {units.records:,} records, from the index"
     except (ShardError, OSError) as error:
-        name = "expected_records" if phase.data.unit is None else "expected_units"
+        name = "expected_records" if phase.data.by is None else "expected_units"
         if (expected := getattr(phase.data, name)) is None:
             raise RecipeError(f"{where}.data: {error}; or give {name} for a dry run") from None
         whole, source = expected, f"{name}; the data are not at hand"

@@ -18,8 +18,9 @@ from pathlib import Path
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import BESIDE, FOLDER, MANIFEST
+from murmuration.data.index.keyed_digest import folders_beside
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import SplitIndex, index_folders, whole_of
+from murmuration.data.index.public_split import SplitIndex, whole_of
 from murmuration.data.index.shard_index import ShardIndex, shared_shard
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, RunLog
@@ -129,13 +130,16 @@ def _own_logs(public: RecordIndex | Path) -> frozenset[Path]:
     """What the runs on a set with a public part left: they are held to the frozen cut instead."""
     if not isinstance(public, SplitIndex):
         return frozenset()
-    folders = {*RunLog.of(public).files, *(folder / LOG for folder in index_folders(public))}
-    return frozenset(Path(os.path.realpath(file.parent)) / file.name for file in folders)
+    files = [*RunLog.of(public).files]
+    if isinstance(whole := public.whole, ShardIndex | FolderIndex):
+        files += [folder / FOLDER / LOG for folder in folders_beside(whole)]
+        files += [folder.with_name(folder.name + BESIDE) / LOG for folder in folders_beside(whole)]
+    return frozenset(Path(os.path.realpath(file.parent)) / file.name for file in files)
 
 
 def _private_runs(log: Path) -> set[tuple[str, str, str]]:
     """Ids, phases and names: a run may protect several sets, each in a phase of its own."""
-    runs = RunLog((log,)).siblings()
+    runs = RunLog.at(log).siblings()
     return {
         (str(run.get("id")), str(run.get("phase")), str(run.get("run"))) for run in runs if run.get("private", True)
     }

@@ -1,6 +1,6 @@
 """Which records may be used as public: none of an index that has private runs, except the public part of its cut.
 
-The log of the runs on an index, and the share that was made public, lie beside it; the share is frozen at first use. A
+The log of the runs on the records tells who used them, and which share was made public; that is frozen at first use. A
 run is held to both before it computes anything; otherwise what one run protects would not stay protected in the next.
 Nor may public data be a folder that contains private records, or lie in one. Training and the command `evaluate` both
 ask here.
@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from murmuration.data.draw.stream import StreamIndex
-from murmuration.data.index.format import FOLDER
-from murmuration.data.index.public_split import FROZEN, PublicSplit, SplitIndex, apart, index_folders
+from murmuration.data.index.public_split import SplitIndex, apart
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.private_around import Extent, protected_around, share_records
@@ -32,14 +30,15 @@ class Use:
     private: bool = False
 
 
-def hold_to_what_was_promised(uses: Sequence[Use]) -> None:
+def hold_to_what_was_promised(uses: Sequence[Use], registry: str | None = None) -> None:
     """Refuses every wrong use, and only then freezes the sets that are cut for the first time."""
-    for use in uses:
-        _check(use)
+    logs = [RunLog.of(use.index, registry) for use in uses]
+    for use, log in zip(uses, logs, strict=True):
+        _check(use, log)
     _refuse_private_around(uses)
-    for use in uses:
-        if isinstance(use.index, SplitIndex):
-            _freeze(use.where, use.index)
+    for use, log in zip(uses, logs, strict=True):
+        if log.cut is not None:
+            _freeze(use, log)
 
 
 def hold_folder_to_what_was_promised(where: str, pictures: Path) -> None:
@@ -80,59 +79,43 @@ def _refuse_logged(
         )
 
 
-def _check(use: Use) -> None:
+def _check(use: Use, log: RunLog) -> None:
     index, where = use.index, use.where
-    frozen = _frozen(where, index)
+    try:
+        cuts = log.splits()
+    except ShardError as error:
+        raise RecipeError(f"{where}: {error}") from None
     if isinstance(index, SplitIndex):
         wanted = index.cut
-        if frozen is not None and frozen != wanted:
+        if (other := next((cut for cut in cuts if cut != wanted), None)) is not None:
             raise RecipeError(
-                f"{where}: this set was cut with public_fraction {frozen.fraction!r} of {frozen.records:,} "
-                f"{frozen.things}, but the config asks for {wanted.fraction!r} of {wanted.records:,} {wanted.things}; "
-                "records that one run protects would be public in another, so keep the first"
+                f"{where}: this set was cut with public_fraction {other.public_fraction!r} of {other.records:,} "
+                f"{other.things}, but the config asks for {wanted.public_fraction!r} of {wanted.records:,} "
+                f"{wanted.things}; records that one run protects would be public in another, so keep the first"
             )
-        if frozen is None and (run := protecting_run(index)) is not None:
+        if not cuts and (run := log.protecting()) is not None:
             raise RecipeError(
                 f"{where}: run {run!r} has used these records before a public_fraction was frozen; if it and all "
                 f"others used this one, declare it: prepare.py split {index.folder} --public-fraction "
                 f"{index.fraction!r}"
             )
         return
-    if use.private and frozen is not None:
+    if use.private and cuts:
         raise RecipeError(
-            f"{where}: a part of this set was made public (public_fraction {frozen.fraction!r}), so no phase can "
-            "protect all of it; set public_fraction to the same value, and the phase protects the rest"
+            f"{where}: a part of this set was made public (public_fraction {cuts[0].public_fraction!r}), so no phase "
+            "can protect all of it; set public_fraction to the same value, and the phase protects the rest"
         )
-    if use.public and (run := protecting_run(index)) is not None:
+    if use.public and (run := log.protecting()) is not None:
         raise RecipeError(
-            f"{where}: run {run!r} protects these records (or says so in the log beside their index), so nobody may "
-            "use them as public; name other data"
+            f"{where}: run {run!r} protects these records (or says so in the log of runs on them), so nobody may use "
+            "them as public; name other data"
         )
 
 
-def _frozen(where: str, index: RecordIndex) -> PublicSplit | None:
+def _freeze(use: Use, log: RunLog) -> None:
+    assert log.cut is not None
     try:
-        found = (PublicSplit.frozen(folder) for folder in index_folders(index))
-        return next((cut for cut in found if cut is not None), None)
+        if log.cut not in log.splits():
+            log.freeze()
     except ShardError as error:
-        raise RecipeError(f"{where}: {error}") from None
-
-
-def protecting_run(index: RecordIndex) -> str | None:
-    """The name of a private run in the log of these records. A stream has a log only if its shards have an index."""
-    folders: set[Path] = set(index_folders(index))
-    if isinstance(index, StreamIndex):
-        folders = {place.parent / FOLDER for place in index.places if isinstance(place, Path)}
-    entries = (entry for folder in sorted(folders) for entry in RunLog.beside(folder).siblings())
-    return next((str(entry.get("run")) for entry in entries if entry.get("private", True)), None)
-
-
-def _freeze(where: str, index: SplitIndex) -> None:
-    try:
-        index.cut.freeze(index.folder)
-    except OSError as error:
-        raise RecipeError(
-            f"{where}: {index.folder / FROZEN} cannot be written ({error.strerror}), so another run could make "
-            f"another part public; let the owner of the index run prepare.py split {index.folder} --public-fraction "
-            f"{index.fraction!r}, or index into a folder of your own with --out"
-        ) from None
+        raise RecipeError(f"{use.where}: {error}") from None

@@ -52,6 +52,7 @@ from murmuration.train.recipe.open_data import (
 from murmuration.train.recipe.public_use import Use, hold_to_what_was_promised
 from murmuration.train.recipe.record_names import Part, require_names
 from murmuration.train.recipe.warm_start import WarmStart
+from murmuration.train.storage.sibling_runs import RunLog
 
 __all__ = [
     "ReadyPhase",
@@ -212,9 +213,9 @@ def prepare(config: Config) -> list[ReadyPhase]:
             starts[f"phases.{number}.data.path"] = start.path
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
     _require_one_unit(phases)
-    _keep_apart(phases)
+    _keep_apart(phases, config.run.registry)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
-    hold_to_what_was_promised(_uses(phases))
+    hold_to_what_was_promised(_uses(phases), config.run.registry)
     for phase in phases:
         require_names(phase.number, phase.settings, phase.index_of)
     statistics = pixels.of_run(config.model, starts)
@@ -286,7 +287,7 @@ def _require_one_unit(phases: list[ReadyPhase]) -> None:
             )
 
 
-def _keep_apart(phases: list[ReadyPhase]) -> None:
+def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
     """Refuses data used as public, in any phase, that share a shard with records that are not public.
 
     Those are the records that a private phase protects, and those that its non-private twin trains on.
@@ -312,12 +313,13 @@ def _keep_apart(phases: list[ReadyPhase]) -> None:
     for phase, owner in product(phases, owners):
         if phase.start is None or not owner.private:
             continue
-        if every_ledger_digest(owner.index) & phase.start.protected:
+        known = _all_digests(owner.index) | RunLog.of(owner.index, registry).names()
+        if known & phase.start.protected:
             raise RecipeError(
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
                 "would have to be added; continue that run, or start from other weights"
             )
-        if _all_digests(owner.index) & phase.start.without_noise:
+        if known & phase.start.without_noise:
             raise RecipeError(
                 f"{phase.start.path} used the records that phase {owner.name!r} protects without noise, or began from "
                 "weights that did; start from other weights"
@@ -403,9 +405,9 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
 
 def unit_of(phase: Phase) -> Unit | None:
     data = phase.data
-    if not isinstance(data, ShardData) or data.unit is None:
+    if not isinstance(data, ShardData) or data.by is None:
         return None
-    return Unit(data.unit, data.rows_per_unit or 1, data.unit_reduce or "mean")
+    return Unit(data.by, data.rows_per_unit or 1, data.unit_reduce or "mean")
 
 
 def plan_request(

@@ -23,7 +23,7 @@ from murmuration.data.index.census import CAPTION
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.kept_census import LONGEST_NAME, Names, names_of
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import PublicSplit, whole_of
+from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import shown
@@ -32,7 +32,7 @@ from murmuration.train.config.phase import TEXTUAL
 from murmuration.train.config.root import Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import FOLDERS
-from murmuration.train.recipe.public_use import protecting_run
+from murmuration.train.storage.sibling_runs import RunLog
 
 FEWEST, SHARE = 10, 0.01
 """Private records have a name if at least this many, and at least this share, of those that were counted have it."""
@@ -117,8 +117,9 @@ def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex 
 def _open_to_all(part: Part, whole: ShardIndex, private: set[Path]) -> bool:
     """Whether counts may be shown: of all records of an index, and so only if none of them is private. Where a set is
     cut, the census is that of both parts."""
-    cut = part.cut or PublicSplit.frozen(whole.folder) is not None
-    return part.public and not cut and whole.folder not in private and protecting_run(whole) is None
+    log = RunLog.of(whole)
+    cut = part.cut or bool(log.splits())
+    return part.public and not cut and whole.folder not in private and log.protecting() is None
 
 
 def names_at_hand(number: int, phase: Phase) -> list[str]:

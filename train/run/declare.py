@@ -11,7 +11,7 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
-from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.data import CheckpointData, ShardData
 from murmuration.train.config.privacy import Privacy
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.pixels import as_json
@@ -30,7 +30,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     log = RunLog.of(phase.index, run.config.run.registry)
     if privacy is None:
         if not phase.settings.data.public:
-            run.enter_log(log, phase.name, None)
+            run.enter_log(log, phase.name, None, records)
         run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
         declare_public_uses(run, phase)
         return None
@@ -40,7 +40,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         run.writer.declare_store(phase.number, host)
     if run.config.run.private_curves or run.folder.has_private_curves():
         run.writer.declare_private_curves()
-    run.enter_log(log, phase.name, plan)
+    run.enter_log(log, phase.name, plan, records)
     return plan
 
 
@@ -60,11 +60,12 @@ def _declare_plan(run: RunContext, phase: ReadyPhase, privacy: Privacy) -> Priva
     units = run.contents(phase).get("units", "")
     plan = plan_of_phase(phase.settings, privacy, phase.n, where, known, noise, units)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
+    run.board.say(f"{phase.name}  protects {plan.unit}: n = {plan.records:,}")
     return plan
 
 
 def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
-    """Declares what the config marks as `public: true`, apart from the phase's own records."""
+    """Declares what the config says is public, apart from the phase's own records."""
     records: dict[PublicUse, RecordIndex | None] = {
         "evaluation": phase.held_out,
         "monitor": phase.monitored,
@@ -76,6 +77,8 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest
+    if isinstance(data, ShardData) and data.classes_public and phase.label_list is not None:
+        found["classes"] = phase.label_list.digest
     for use, digest in found.items():
         run.writer.declare_public(phase.number, use, digest)
 

@@ -75,8 +75,8 @@ def siblings_of(logs: Sequence[RunLog], own: str) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for log in logs:
         others = log.siblings({own})
-        if log.files and not log.knows(own):
-            others.append({"id": "unknown", "run": "no log of runs could be written, so other runs are not known"})
+        if log.places and (why := log.unknown_to_others(own)) is not None:
+            others.append({"id": "unknown", "run": f"other runs unknown: {why}; run.registry names a common folder"})
         found |= {json.dumps(other, sort_keys=True): other for other in others}
     return list(found.values())
 

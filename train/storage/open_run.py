@@ -218,9 +218,10 @@ class OpenRun:
     def _opened_in(self, segment: Segment) -> bool:
         return any((s.phase, s.segment) == (segment.phase, segment.number) for s in self.writer.history.opened)
 
-    def enter_log(self, log: RunLog, phase: str, plan: PrivacyPlan | None) -> None:
+    def enter_log(self, log: RunLog, phase: str, plan: PrivacyPlan | None, records: str) -> None:
         """On the main rank: registers a phase in the log of all runs on its records, within their budget, and has the
-        log note the ledger from here on. `plan`: None for a phase without noise on private records."""
+        log note the ledger from here on. `plan`: None for a phase without noise on private records. `records`: their
+        digest in the ledger."""
         history = self.writer.history
         seeded = history.run["debug"]  # promises nothing, and shares its id with every run of this seed and name
         for noted in [] if seeded or plan is None else log.heads(history.run_id):
@@ -232,6 +233,7 @@ class OpenRun:
             warning = log.register(
                 history.run_id, phase, self.name, *promised, unit, folder=str(self.folder.root.resolve()),
                 copied_from=history.ids[:-1], signer=history.run["signer"],
+                records=records,
             )  # fmt: skip
         if warning is not None:
             self.say(warning)

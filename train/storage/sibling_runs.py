@@ -2,20 +2,26 @@
 
 An epsilon holds for one run. Anyone who publishes several runs on the same records owes the composition, so each
 certificate lists its siblings: private runs, runs without noise, audits that trained on the records, and copies of a
-run directory. The log contains names, budgets and what ledgers charged, nothing computed from records.
+run directory. The log contains names, budgets, what ledgers charged, and which share of the records is public: nothing
+computed from records but keyed digests.
 
 It lies beside the index, in the folders of the shards (another index of some of them finds it there) and where the
-config says (`run.registry`), so that it also exists for data that are mounted read-only.
+config says (`run.registry`), so that it also exists for data that are mounted read-only or lie behind a URL. A registry
+may serve many sets of records. Each line therefore says which shards it is about, by keyed digests of their contents,
+by which copies and links in other folders are recognised, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
+import secrets
 import time
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,7 +29,11 @@ from murmuration.accounting.durable import try_lock
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
+from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import RECORD
+from murmuration.data.index.public_split import PublicSplit, SplitIndex, whole_of
+from murmuration.data.index.salt import BESIDE_RECORDS, SALT, folders_of, read_salt, readable_salt
+from murmuration.data.store.index_files import write_once
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.storage.run_dir import whole_lines
 
@@ -38,30 +48,110 @@ class DataBudgetError(RunError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class RunLog:
-    """The log, in all the places where it is kept."""
+class Place:
+    """One file of the log. `shards` tells these records from others, under the salt in this file; lines about other
+    shards alone do not count. Where no salt can be read, every line counts."""
 
-    files: tuple[Path, ...]
+    file: Path
+    salt: Path | None = None
+    shards: tuple[str, ...] = field(default=(), repr=False)
+    shared: bool = True
+    """Whether other indexes of the same records look here."""
+    registry: bool = False
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Those that are about these records. OSError if they cannot be read."""
+        found = whole_lines(self.file)
+        salt = None if self.salt is None else readable_salt(self.salt)
+        if salt is None:
+            return found
+        ours = _keyed(salt, self.shards)
+
+        def elsewhere(line: dict[str, Any]) -> bool:
+            return isinstance(line.get("shards"), list) and ours.isdisjoint(map(str, line["shards"]))
+
+        mine = [line for line in found if not elsewhere(line)]
+        others = {str(line.get("id")) for line in found if elsewhere(line)} - {str(line.get("id")) for line in mine}
+        return [line for line in mine if str(line.get("claim_of", line.get("ledger_of"))) not in others]
+
+    def add(self, line: dict[str, Any]) -> None:
+        """OSError or ShardError if that fails."""
+        if self.registry and self.salt is not None:
+            write_once(self.salt, secrets.token_bytes(32), 0o600)
+            salt = read_salt(self.salt)
+        else:
+            salt = None if self.salt is None else readable_salt(self.salt)
+        told = {} if salt is None else {"shards": sorted(_keyed(salt, self.shards))}
+        append(self.file, line | told, 0o644)
+
+
+@lru_cache(maxsize=64)
+def _keyed(salt: bytes, shards: tuple[str, ...]) -> frozenset[str]:
+    def of(shard: str) -> str:
+        return hashlib.blake2b(os.fsencode(shard), digest_size=8, key=salt, person=b"mur-run-shard").hexdigest()
+
+    return frozenset(map(of, shards))
+
+
+def _beside(folders: Sequence[Path], files: Sequence[tuple[Path, str]]) -> list[Place]:
+    """The log in each of these folders is about the files in it; that in the first, about all. `files`: with digests of
+    their contents, as far as they are known. Files that were replaced under their names count, too."""
+    within: dict[Path, list[str]] = {folder: [] for folder in folders}
+    for path, digest in files:
+        for folder in {folders[0], path.parent} & within.keys():
+            within[folder] += [f"name {os.path.relpath(path, folder)}", *([f"content {digest}"] if digest else [])]
+    return [Place(each / BESIDE_SHARDS, each / BESIDE_RECORDS, tuple(shards)) for each, shards in within.items()]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The log, in all the places where it is kept. `cut`: how the set is split of which these records are a part;
+    `shards`: the local ones, where no registry knows their contents."""
+
+    places: tuple[Place, ...]
+    cut: PublicSplit | None = None
+    shards: tuple[Path, ...] = field(default=(), repr=False)
 
     @staticmethod
     def of(index: RecordIndex, registry: str | None = None) -> RunLog:
+        from murmuration.data.draw.stream import StreamIndex
         from murmuration.data.index.folders import FolderIndex
-        from murmuration.data.index.public_split import whole_of
+        from murmuration.data.index.keyed_digest import folders_beside
         from murmuration.data.index.shard_index import ShardIndex  # none of which a library run has
 
         whole = whole_of(index)
-        files = []
-        if isinstance(whole, ShardIndex | FolderIndex):
-            files = [whole.folder / LOG, *(folder / BESIDE_SHARDS for folder in _folders_of(whole))]
-        files += [Path(registry) / LOG] if registry is not None else []
-        places: dict[str, Path] = {}
-        for file in files:  # a place that is named twice is one, by whatever path
-            places.setdefault(os.path.realpath(file), file)
-        return RunLog(tuple(places.values()))
+        cut = index.cut if isinstance(index, SplitIndex) else None
+        if isinstance(whole, StreamIndex):  # its shards' contents are not known
+            paths = [Path(os.path.realpath(place)) for place in whole.places if isinstance(place, Path)]
+            root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+            return RunLog(tuple(_beside(folders_of(Path(root), map(str, paths)), [(path, "") for path in paths])), cut)
+        if not isinstance(whole, ShardIndex | FolderIndex):
+            return RunLog((), cut)
+        folders = folders_beside(whole)
+        contents = tuple(f"content {shard.sha256}" for shard in whole.shards if shard.records)
+        names = tuple(f"name {shard.name}" for shard in whole.shards)
+        found = [Place(whole.folder / LOG, whole.folder / SALT, contents + names, shared=False)]
+        files = [(folders[0] / shard.name, shard.sha256) for shard in whole.shards if folders]
+        found += _beside(folders, files)
+        if registry is not None:
+            found.append(Place(Path(registry) / LOG, Path(registry) / SALT, contents, registry=True))
+        places: dict[str, Place] = {}
+        for place in found:  # a place that is named twice is one, by whatever path, and then it is the registry
+            places[os.path.realpath(place.file)] = place
+        unknown = files if registry is None and isinstance(whole, ShardIndex) else []
+        return RunLog(tuple(places.values()), cut, tuple(path for path, _ in unknown))
+
+    @staticmethod
+    def at(*files: Path) -> RunLog:
+        return RunLog(tuple(Place(file) for file in files))
 
     @staticmethod
     def beside(folder: Path) -> RunLog:
-        return RunLog((folder / LOG,))
+        return RunLog.at(folder / LOG)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(place.file for place in self.places)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -95,58 +185,129 @@ class RunLog:
         **more: Any,
     ) -> str | None:
         """Registers each phase of a run once, with what it protects (in words); no `epsilon` means a run without noise.
-        Returns a warning if the log cannot be written anywhere: siblings stay unknown."""
+        Returns a warning if no other index would find it: siblings stay unknown. A budget cannot bind then."""
+        if epsilon is not None:
+            self._require_cut()
         entry = {"id": run, "run": name, "phase": phase, "private": epsilon is not None}
-        entry |= {"epsilon_budget": epsilon, "delta": delta, **_of_units(unit), **more}
-        faults = []
-        for file in self.files:
+        entry |= {"epsilon_budget": epsilon, "delta": delta, **_of_units(unit), **self._cut_in_line(), **more}
+        bound = bool(self._budgets())
+        faults, shared = self._write(
+            entry, lambda line: (line.get("id"), line.get("phase")) == (run, phase), only_for_all=bound
+        )
+        if shared or not self.places:
+            return None
+        warning = f"{faults[0]}: later runs on these records will not know of this one; name a writable folder in "
+        if bound:
+            raise DataBudgetError(f"{warning}run.registry, as with prepare.py index --registry, or no budget can bind")
+        return f"{warning}run.registry"
+
+    def _write(
+        self, line: dict[str, Any], known: Callable[[dict[str, Any]], bool] = lambda _: False, only_for_all: bool = True
+    ) -> tuple[list[str], bool]:
+        """Adds the line where none is `known`. A sentence for each place that cannot be written, and whether others
+        with an index of their own find it. `only_for_all`: nowhere, if they do not."""
+        faults, shared = [], False
+        for place in sorted(self.places, key=lambda place: not place.shared):
+            if only_for_all and not (shared or place.shared):
+                break
             try:
-                if not any((known["id"], known.get("phase")) == (run, phase) for known in _entries(file)):
-                    append(file, entry, 0o644)
-            except OSError as error:
-                faults.append(f"{file} cannot be used ({error.strerror})")
-        if self.files and len(faults) == len(self.files):
-            return (
-                f"{faults[0]}: later runs on these records will not know of this one; name a writable folder in "
-                "run.registry"
+                if not any(map(known, place.lines())):
+                    place.add(line)
+                shared |= place.shared
+            except (OSError, ShardError) as error:
+                faults.append(f"{place.file} cannot be written ({getattr(error, 'strerror', None) or error})")
+        if not shared and not faults:
+            faults.append("the log lies in the index alone, where runs with another index do not look")
+        return faults, shared
+
+    def splits(self) -> list[PublicSplit]:
+        """How these records, or some of them, were split into a public and a private part."""
+        found: dict[PublicSplit, None] = {}
+        for place in self.places:
+            lines: list[dict[str, Any]] = []
+            with contextlib.suppress(OSError):  # then a run that nobody knows is among the siblings
+                lines = place.lines() if place.salt is not None else []
+            for line in lines:
+                try:
+                    found |= {read(PublicSplit, line["public_split"]): None} if "public_split" in line else {}
+                except ValueError as error:
+                    raise ShardError(
+                        f"{place.file}: cannot be read ({error}), but it decides which records are public; restore it"
+                    ) from None
+        return list(found)
+
+    def freeze(self, despite_runs: bool = False) -> None:
+        """Writes how this set is split; ShardError if others, with an index of their own, would not find it.
+        `despite_runs`: by the owner's word that earlier runs had this cut."""
+        with self.alone():
+            self._require_cut()
+            if not despite_runs and not self.splits() and (run := self.protecting()) is not None:
+                raise ShardError(f"run {run!r} has used these records before a public_fraction was frozen")
+            faults, shared = self._write(self._cut_in_line(), lambda line: "public_split" in line)
+        if not shared:
+            raise ShardError(
+                f"{faults[0]}, so another run could make another part public; name a writable folder in run.registry, "
+                "the same one in all configs (prepare.py split --registry)"
             )
-        return None
+
+    def _require_cut(self) -> None:
+        """Also of two runs that start at once, the second is held to what the first promised."""
+        if other := next((cut for cut in self.splits() if cut != self.cut), None):
+            raise ShardError(
+                f"these records were cut with public_fraction {other.public_fraction!r} of {other.records:,} "
+                f"{other.things} by another run, and what is private here would be public there; keep that cut"
+            )
+
+    def _cut_in_line(self) -> dict[str, Any]:
+        return {} if self.cut is None else {"public_split": asdict(self.cut)}
+
+    def protecting(self) -> str | None:
+        """The name of a private run on these records."""
+        return next((str(entry.get("run")) for entry in self.siblings() if entry.get("private", True)), None)
 
     def siblings(self, own: Container[str] = ()) -> list[dict[str, Any]]:
         """All other runs on these records, as far as the log knows, with what they claim if they are finished."""
         claims = self._claims()
         found: dict[tuple[object, object], dict[str, Any]] = {}
         unread = []
-        for file in self.files:
+        for place in self.places:
             try:
-                for entry in _entries(file):
+                for entry in _entries(place):
                     found.setdefault((entry["id"], entry.get("phase")), entry)
             except OSError as error:  # a certificate must not read as if there were none
-                unread.append({"id": "unknown", "run": f"{file} cannot be read ({error.strerror})"})
+                unread.append({"id": "unknown", "run": f"{place.file} cannot be read ({error.strerror})"})
         others = [entry for entry in found.values() if entry["id"] not in own]
         return [
             {**entry, "claimed": claims[entry["id"]]} if entry["id"] in claims else entry for entry in others
         ] + unread
 
-    def knows(self, run: str) -> bool:
+    def unknown_to_others(self, run: str) -> str | None:
+        """Why runs with another index of these records may not find this one, nor it them; None if they do."""
         with contextlib.suppress(OSError):
-            return any(entry["id"] == run for file in self.files for entry in _entries(file))
-        return False
+            if not any(entry["id"] == run for place in self.places if place.shared for entry in _entries(place)):
+                return "this one stands in no log where runs with another index of these records look"
+            if any(path.stat().st_nlink > 1 for path in self.shards):
+                return "shards have hard links, and the logs in other folders were not asked"
+            return None
+        return "a log cannot be read"
+
+    def names(self) -> frozenset[str]:
+        """The digests by which the ledgers of these runs name their records, whatever index they used."""
+        found: set[str] = set()
+        for place in self.places:
+            with contextlib.suppress(OSError):
+                found |= {str(entry["records"]) for entry in _entries(place) if "records" in entry}
+        return frozenset(found)
 
     def set_budget(self, epsilon: float, unit: str = RECORD) -> list[str]:
         """Sets the budget of all runs on these records that protect such units (in words), from now on; the newest line
         in each place counts. Returns a sentence for each place that could not be written; ShardError if that is all of
-        them."""
-        faults = []
-        for file in self.files:
-            try:
-                append(file, {"budget": epsilon, **_of_units(unit)}, 0o644)
-            except OSError as error:
-                faults.append(f"{file} cannot be written ({error.strerror})")
-        if len(faults) == len(self.files):
+        those where others look."""
+        faults, shared = self._write({"budget": epsilon, **_of_units(unit)})
+        if not shared:
             raise ShardError(
-                f"{faults[0] if faults else 'these records lie nowhere'}, so no run would know of a budget; name a "
-                "writable folder with --registry, and the same one as run.registry in the configs"
+                f"{faults[0]}, so other runs would not know of a budget; name a writable folder with --registry, and "
+                "the same one as run.registry in the configs"
             )
         return faults
 
@@ -157,9 +318,9 @@ class RunLog:
     def _budgets(self) -> dict[str, float]:
         """The smallest budget for each kind of unit."""
         found: dict[str, float] = {}
-        for file in self.files:
+        for place in self.places:
             with contextlib.suppress(OSError):
-                lines = [line for line in whole_lines(file) if _is_epsilon(line.get("budget"))]
+                lines = [line for line in place.lines() if _is_epsilon(line.get("budget"))]
                 for unit, epsilon in {_unit_of(line): line["budget"] for line in lines}.items():
                     found[unit] = min(epsilon, found.get(unit, math.inf))
         return found
@@ -191,9 +352,9 @@ class RunLog:
     def _claims(self) -> dict[object, float]:
         """The claims of finished runs, by id."""
         claims: dict[object, float] = {}
-        for file in self.files:
+        for place in self.places:
             with contextlib.suppress(OSError):
-                for line in whole_lines(file):
+                for line in place.lines():
                     if isinstance(line.get("claim_of"), str) and _is_epsilon(line.get("epsilon")):
                         claims[line["claim_of"]] = line["epsilon"]
                     elif isinstance(line.get("ledger_of"), str):
@@ -252,20 +413,10 @@ def _is_epsilon(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _folders_of(index: RecordIndex) -> list[Path]:
-    """Folders where any other index of some of the same shards also looks, whatever else it contains: each folder of
-    shards, and the one that contains them all. An index of single files has only the latter."""
-    from murmuration.data.index.shard_index import ShardIndex
-
-    root = getattr(index, "root", None)
-    if not isinstance(root, Path):
-        return []
-    inner = {(root / shard.name).parent for shard in index.shards} if isinstance(index, ShardIndex) else set()
-    return [root, *sorted(inner - {root})]
-
-
-def _entries(file: Path) -> list[dict[str, Any]]:
-    return [entry for entry in whole_lines(file) if isinstance(entry.get("id"), str)]
+def _entries(place: Place) -> list[dict[str, Any]]:
+    """The lines of runs."""
+    lines = (line for line in place.lines() if isinstance(line.get("id"), str))
+    return [{key: value for key, value in line.items() if key != "shards"} for line in lines]
 
 
 def _heads(file: Path) -> list[Head]:
