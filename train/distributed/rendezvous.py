@@ -43,11 +43,9 @@ def open_to_others() -> str | None:
     place = os.environ.get("MASTER_ADDR", LOOPBACK)
     # The second is DeepSpeed's name for it.
     here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
-    return (
-        None
-        if here == os.environ.get("WORLD_SIZE", "1") or is_loopback(place)
-        else f"{place}:{os.environ.get('MASTER_PORT')}"
-    )
+    if here == os.environ.get("WORLD_SIZE", "1") or is_loopback(place):
+        return None
+    return f"{place}:{os.environ.get('MASTER_PORT')}"
 
 
 def _meet(url: str, timeout: timedelta = _WAIT, **_: object) -> Iterator[tuple[Store, int, int]]:
