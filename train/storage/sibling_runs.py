@@ -21,11 +21,11 @@ from typing import Any, TypeGuard
 
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
+from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.accounting.unit import RECORD
 from murmuration.data.store.place import RecordIndex, ShardError
-from murmuration.train.storage.run_dir import whole_lines
 
 LOG = "runs.jsonl"
 BESIDE_SHARDS = ".murmuration-runs.jsonl"
