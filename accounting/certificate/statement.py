@@ -48,8 +48,8 @@ POISSON, ALLOCATED = "Poisson-subsampled Gaussian", "epochs of Gaussian steps, e
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
     "the ideal distributions.",
-    "A whole run directory, secret folder included, that is restored in place is recognised by the data set's log of "
-    "runs alone; restored together with that log, it cannot be told from the original.",
+    "A whole run directory, secret folder included, that is restored in place is recognised by a log of runs outside "
+    "of it alone, where there is one; restored together with that log, it cannot be told from the original.",
 ]
 CURVES = (
     "Curves of the private records without noise (losses, norms, batch sizes, times) were kept for the owner of the "
