@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, REFUTED, RESUME_ME = 0, 2, 3, 4, 5, 6, 75
+DONE, BAD_INPUT, BUDGET_SPENT, SELF_TEST_FAILED, REFUSED, REFUTED, NOT_ALL_CHECKED, NOT_STRICT, RESUME_ME = (
+    0, 2, 3, 4, 5, 6, 7, 8, 75,
+)  # fmt: skip
 
 
 class RunError(Exception):

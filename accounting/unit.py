@@ -11,7 +11,7 @@ from typing import Literal
 
 from murmuration.accounting.strict_json import CLOSED
 
-RECORD = "one record (an image, or an image with its caption)"
+RECORD = "one record (what the data set has as one: an image, an image with its caption, a text, a row)"
 SINGLE = "record"
 """The word for protecting single records where an index knows units."""
 KEY = "key:"

@@ -33,12 +33,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+from murmuration.accounting.json_lines import whole_lines  # noqa: E402
 from murmuration.train.commands.forecast import measured_noise_rate  # noqa: E402
 from murmuration.train.config.root import Config  # noqa: E402
 from murmuration.train.distributed.process import quiet_libraries  # noqa: E402
 from murmuration.train.planner.cluster import Cluster  # noqa: E402
 from murmuration.train.planner.forecast import PhaseForecast, forecast  # noqa: E402
-from murmuration.train.storage.run_dir import RunDir, whole_lines  # noqa: E402
+from murmuration.train.storage.run_dir import RunDir  # noqa: E402
 
 if TYPE_CHECKING:
     from murmuration.train.distributed.ranks import Ranks

@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": ("murmuration.launch.evaluate", "what a trained model can do, on public records"),
     "use": ("murmuration.launch.use", "captions, classes or features of your own pictures by a trained model"),
     "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
+    "retire": ("murmuration.train.commands.retire", "certify a run that will not be continued; destroy its key"),
     "export": ("murmuration.train.commands.export", "weights and certificate for release"),
 }  # fmt: skip
 

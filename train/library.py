@@ -345,6 +345,8 @@ class PrivateTraining:
                     f"({len(names)} tensors) are not shown to be random; give model= as a function that makes it, and "
                     'start= or Public("why") for what is not random'
                 )
+        if settings.keep_key and not writer.history.finished:
+            writer.declare_word("keep_key")
         for use, name in settings.public.items():
             writer.declare_public(PHASE, use, _digest_of_name(name))
         if (objection := writer.history.why_not_private()) is not None:

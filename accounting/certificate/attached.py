@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate.provenance import Provenance, ProvenanceError
 from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.weights import (
     AVERAGED,
@@ -18,6 +19,8 @@ from murmuration.accounting.certificate.weights import (
     read_lists,
 )
 from murmuration.accounting.errors import RunError
+from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.heads import log_with_signer
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 
@@ -37,7 +40,9 @@ class Attached:
     unchecked: list[str] = field(default_factory=list)
 
 
-def check_attached(folder: Path, certificate: dict[str, Any], history: History, signer: str | None = None) -> Attached:
+def check_attached(
+    folder: Path, certificate: dict[str, Any], history: History, entries: list[LedgerEntry], signer: str | None = None
+) -> Attached:
     """`signer` is the public key that the reader has from another source."""
     found = Attached(history.run["signer"])
     if signer is not None and signer != found.signed_by:
@@ -45,12 +50,17 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
     if (fault := fault_of(certificate, found.signed_by)) is not None:
         raise CertificateError(f"the certificate {fault}; restore the signed file")
     found.checked.append(f"the certificate is signed by {found.signed_by}")
-    if signer is None:
+    if signer is None and (log := log_with_signer(folder, history.run_id, found.signed_by)) is not None:
+        found.checked.append(f"that is the run's key by the log of runs {log}")
+    elif signer is None:
         found.unchecked.append(
             "whether that is the run's key: compare it with the data set's log of runs or a witness, and give it with "
             "--signer"
         )
     _check_weights(folder, certificate, found)
+    made_from = Provenance.of(history, entries)
+    for path in sorted(folder.glob("*.safetensors")):
+        _check_provenance(path, made_from, found)
     return found
 
 
@@ -69,6 +79,8 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
     if lists is not None:
         _require_certified(certified, lists)
     if not files:
+        if not any((folder / "checkpoints" / name / "manifest.json").is_file() for name in certified):
+            found.unchecked.append("weights: none of those that the certificate names lie here")
         return
     if lists is None:
         raise CertificateError(f"{NAME} is missing, so {files[0].name} cannot be compared; restore it")
@@ -87,6 +99,22 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
                 f"{path.name}: whether each tensor stands where it belongs: {RENAMED} says so, and neither it nor any "
                 "other file beside the weights is certified; export again from the run, and compare"
             )
+
+
+def _check_provenance(path: Path, expected: Provenance, found: Attached) -> None:
+    """Later runs believe a file's own word about what it was made from."""
+    try:
+        told = Provenance.inside(path)
+    except ProvenanceError as error:
+        raise CertificateError(f"{path.name}: {error}") from None
+    if told is None:
+        found.unchecked.append(f"{path.name}: it does not say what it was made from")
+    elif told != expected:
+        raise CertificateError(
+            f"{path.name} says that it was made from other runs or records than the ledger says; export it again"
+        )
+    else:
+        found.checked.append(f"{path.name} says of what it was made from what the ledger says")
 
 
 def _require_certified(certified: dict[str, dict[str, Any]], lists: dict[str, dict[str, str]]) -> None:

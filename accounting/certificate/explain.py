@@ -36,8 +36,10 @@ class Attacks(NamedTuple):
         return Attacks(limits["best_guess"], found[ONE_PERCENT], found[ONE_IN_A_THOUSAND])
 
 
-def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_private: str | None = None) -> str:
-    """A few paragraphs of plain language; `unit` as a certificate states it."""
+def explain(
+    epsilon: float, delta: float, unit: str, attacks: Attacks, not_private: str | None = None, n: int | None = None
+) -> str:
+    """A few paragraphs of plain language; `unit` as a certificate states it, `n` how many there are."""
     one = noun_of(unit)
     if not_private is not None:
         return (
@@ -47,19 +49,19 @@ def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_priva
     return "\n\n".join(
         (
             f"The promise protects {unit}. Imagine that this one {one} had been blanked out before training. The "
-            "model that came out would have been almost as likely either way, and so would everything else that the "
-            "run published.",
-            f"How almost: epsilon = {epsilon:g} bounds the change of every probability by a factor of "
-            f"{_factor(epsilon)}, except in a share of delta = {show_delta(delta)} of all cases. Smaller is stronger; "
-            f"0 would mean that nothing at all can be learned about the {one}.",
+            "promise bounds how differently the model, and everything else that the run published, could then have "
+            "come out.",
+            f"How differently: whatever may be found in what was published, its probability with the {one} is at most "
+            f"{_factor(epsilon)} times its probability without, plus {show_delta(delta)}, and the same the other way "
+            f"round. The factor is e^epsilon, epsilon = {epsilon:g}; what is added is delta. Smaller is stronger. "
+            f"{_open_by_delta(delta, one, n)}",
             f"What a spy gains at the very most: one who guesses by tossing a coin whether the {one} was used is right "
             f"in 50 % of the cases, and with the model in at most {percent(attacks.best_guess)}. One who accepts a "
             f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the {one}s that were "
             f"used, and at 0.1 % false alarms at most {percent(attacks.at_one_in_a_thousand)}. These are limits on all "
-            f"attacks, also on one with all the other {one}s in hand; the attacks that people have measured usually "
-            "reach less.",
+            f"attacks, also on one with all the other {one}s in hand.",
             f"What that rests on: {ASSUMPTION[0].lower()}{ASSUMPTION[1:]}",
-            _verdict(epsilon),
+            _verdict(attacks, delta, n),
             f"What it does not promise: facts that hold for many {one}s (a style, a language, a disease's look) can "
             f"still be learned; a person with several {one}s is protected less, and not in proportion; and data that "
             "the model saw outside the private phases, or a stolen copy of the raw data, are not covered.",
@@ -67,17 +69,53 @@ def explain(epsilon: float, delta: float, unit: str, attacks: Attacks, not_priva
     )
 
 
-def _verdict(epsilon: float) -> str:
-    if epsilon <= 1:
-        return "At this size the promise is strong: the limits above leave every attacker little to gain."
-    if epsilon <= 10:
+def _open_by_delta(delta: float, one: str, n: int | None) -> str:
+    """The mechanism that publishes each record with probability delta has (0, delta), so delta must be read with n."""
+    permitted = f"By itself, delta would permit to publish each {one} with that probability"
+    return f"{permitted}." if n is None else f"{permitted}: {up_to_three(n * delta)} of the {n:,} on average."
+
+
+def up_to_three(value: float) -> str:
+    """Three digits, rounded up."""
+    scale = 10.0 ** (2 - math.floor(math.log10(value)))
+    return f"{math.ceil(value * scale * (1 - 1e-12)) / scale:.6g}"
+
+
+class Bar(NamedTuple):
+    """What a word asks of the limits: neither a guess at even odds nor a spy with 0.1 % false alarms gains more."""
+
+    best_guess: float
+    at_one_in_a_thousand: float
+
+
+BARS = {"strong": Bar(0.75, 0.01), "moderate": Bar(0.9, 0.1)}
+
+
+def strength(attacks: Attacks, delta: float, n: int | None) -> str:
+    """In a word, from the trade-off curve; weak where delta alone would permit to publish more than one record."""
+    if n is not None and n * delta > 1 + 1e-9:
+        return "weak"
+    return next(
+        (
+            word
+            for word, bar in BARS.items()
+            if attacks.best_guess <= bar.best_guess and attacks.at_one_in_a_thousand <= bar.at_one_in_a_thousand
+        ),
+        "weak",
+    )
+
+
+def _verdict(attacks: Attacks, delta: float, n: int | None) -> str:
+    word = strength(attacks, delta, n)
+    if word == "weak":
         return (
-            "At this size the worst-case promise is moderate. It is common for models of this kind, and the "
-            "attacks measured on such models recover little; the limits above are what is guaranteed."
+            "By these limits this program calls the promise weak: read it as a safeguard against the worst leaks, and "
+            "do not rely on it for sensitive data."
         )
+    bar = BARS[word]
     return (
-        "At this size the worst-case promise is weak: read it as a safeguard against the worst leaks, and do not rely "
-        "on it for sensitive data."
+        f"By these limits this program calls the promise {word}: at most {percent(bar.best_guess)} of guesses at even "
+        f"odds are right, and at 0.1 % false alarms at most {percent(bar.at_one_in_a_thousand)} are found."
     )
 
 

@@ -86,7 +86,10 @@ def _sections(certificate: dict[str, Any]) -> list[Section]:
             ", ".join(f"{key}: {value}" for key, value in each.items()) if isinstance(each, dict) else str(each)
             for each in certificate["siblings"]
         ]
-        found.append(Section("Other runs on the same records", [Block("list", siblings), *_composition(certificate)]))
+        as_of = Block("text", "Those that were known when this certificate was written; later ones are not among them.")
+        found.append(
+            Section("Other runs on the same records", [as_of, Block("list", siblings), *_composition(certificate)])
+        )
     if certificate["versions"]:
         versions = [["part", "version"], *([name, str(each)] for name, each in certificate["versions"].items())]
         found.append(Section("Versions", [Block("table", versions)]))
@@ -165,7 +168,9 @@ def _meaning(certificate: dict[str, Any]) -> list[str]:
     objection = None if claim["private"] or stands_for else claim["statement"]
     limits = certificate["limits"]
     attacks = Attacks.of_limits(limits) if limits else Attacks.of_curve(curve_of(certificate))
-    text = explain(claim["epsilon_claimed"] or 0.0, delta_of(claim) or 1.0, certificate["unit"], attacks, objection)
+    n = max((phase["plan"]["records"] for phase in certificate["phases"] if phase.get("plan")), default=None)
+    delta = delta_of(claim) or 1.0
+    text = explain(claim["epsilon_claimed"] or 0.0, delta, certificate["unit"], attacks, objection, n)
     return [*([f"{stands_for}. The following is about what was run."] if stands_for else []), *text.split("\n\n")]
 
 
@@ -249,7 +254,8 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["Composition", "every step that the ledger opened, released or not; each release of this run"],
             ["Post-processing", "anybody may use the outputs for any purpose: that does not weaken the promise"],
             ["Tuning on private data", _tuned(certificate)],
-            ["Trained on without noise", f"non-private phases: {', '.join(public) or 'none'}"],
+            ["Trained on without noise", f"non-private phases of this run: {', '.join(public) or 'none'}; what initial "
+             "weights had seen before is stated among the deviations, where they are not random"],
             ["Utility and bias", "noise costs most where records are few: groups that are rare in the data are learned "
              "less well. Not measured here."],
         ]),
@@ -323,6 +329,8 @@ def model_card(certificate: dict[str, Any]) -> str:
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines.append(f"  ledger_head: {certificate['ledger']['head']}")
+    if "signature" in certificate:
+        lines.append(f"  signer: {certificate['signature']['public_key']}")
     return "\n".join(lines) + "\n"
 
 
@@ -344,7 +352,8 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
         "name": "Approximate DP" if private else "none",
         "input_metric": certificate["adjacency"],
         "bound_on_input_distance": 1,
-        "unprotected_quantities": "n, sampling rate, clipping norm, noise, number of steps and δ, as public constants",
+        "unprotected_quantities": "n, sampling rate, clipping norm, noise, number of steps and δ, as public constants; "
+        "classes, vocabulary, which records are used without noise and the form of the data, by the owner's word",
     }
     if about.get("data"):
         flavor["data_domain"] = about["data"]
@@ -364,7 +373,7 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
                 "model_name": "Central",
                 "actors": "The curator holds the records, the machine and the run's secret folder and is trusted. "
                 "Whoever sees what was released is not.",
-                "release_type": "One release",
+                "release_type": "Multiple releases: the weights of every checkpoint, and what was published meanwhile",
                 "data_source_type": "Static",
                 "access_type": "Non-interactive",
             },
@@ -373,10 +382,7 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
                 "composition": f"Privacy loss distributions of {steps}; {claim['claimed_because']}.",
             },
             "implementation": {
-                "pre_processing_eda_hyperparameter_tuning": "; ".join(
-                    each["statement"] for each in certificate["tuned_on_private_data"]
-                )
-                or "Nothing was declared as chosen by private outputs.",
+                "pre_processing_eda_hyperparameter_tuning": _tuned(certificate),
                 "mechanisms": certificate["mechanism"],
             },
             "resources": {"sources": f"Murmuration; ledger head {certificate['ledger']['head']}"},

@@ -14,6 +14,7 @@ from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.lines import Word
 from murmuration.accounting.plan import Event, PrivacyPlan
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
@@ -47,13 +48,23 @@ POISSON, ALLOCATED = "Poisson-subsampled Gaussian", "epochs of Gaussian steps, e
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
     "the ideal distributions.",
-    "A whole run directory, secret folder included, that is restored in place is recognised by the data set's log of "
-    "runs alone; restored together with that log, it cannot be told from the original.",
+    "A whole run directory, secret folder included, that is restored in place is recognised by a log of runs outside "
+    "of it alone, where there is one; restored together with that log, it cannot be told from the original.",
 ]
 CURVES = (
     "Curves of the private records without noise (losses, norms, batch sizes, times) were kept for the owner of the "
     "run. Decisions taken by them are outside the claim: when to stop, which settings, checkpoint or run to prefer."
 )
+KEPT_KEY = (
+    "The run's key was kept on request (`run.keep_key`): whoever has it can sign another certificate for this run. The "
+    "keys of its private steps are not in it."
+)
+WITNESSED = (
+    "A witness was told the ledger's head at every checkpoint. Whoever can read what the witness keeps knows when "
+    "checkpoints were made, and so roughly how long the private steps between them took; no noise covers that."
+)
+# Words of the config, in the ledger, and what they mean for the claim.
+WORDS: dict[Word, str] = {"private_curves": CURVES, "keep_key": KEPT_KEY, "witness": WITNESSED}
 RATCHETED = (
     "The keys of private steps are forgotten behind every durable checkpoint, by rewriting the secret file (where a "
     "kill came in between, at the next start). Whoever copied the run's secret folder while the run lasted has the "
@@ -180,7 +191,7 @@ def deviations_of(history: History) -> list[str]:
     found += [line.deviation() for line in history.earlier]
     if any(line.use in ("weights", "unknown-weights") for line in history.public_uses):
         found.append(FOREIGN_WEIGHTS)
-    found += [CURVES] if history.private_curves else []
+    found += [text for word, text in WORDS.items() if word in history.words]
     return found + [origin.deviation(unit_in_words(history.unit)) for origin in history.origins]
 
 

@@ -59,6 +59,11 @@ class Verdict:
     attached: Attached | None = None
     """None where there is no certificate yet."""
 
+    @property
+    def unchecked(self) -> list[str]:
+        """What full success would need besides; sentences."""
+        return ["there is no certificate"] if self.attached is None else self.attached.unchecked
+
 
 def verify(
     target: Path, accountant: Accountant = "pld", signer: str | None = None, witness: Path | None = None
@@ -82,7 +87,7 @@ def verify(
             certificate = parse(certificate_path.read_bytes())
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
-            attached = check_attached(run_dir, certificate, history, signer)
+            attached = check_attached(run_dir, certificate, history, entries, signer)
             if certificate_path.name == "certificate.json":
                 _check_pages(run_dir, certificate, attached)
         except (CertificateError, AccountingError):
@@ -156,8 +161,8 @@ def _check_pages(run_dir: Path, certificate: dict[str, Any], found: Attached) ->
     for name, content in pages(certificate).items():
         path = run_dir / name
         if not path.is_file():
-            continue
-        if path.read_bytes() == content:
+            found.unchecked.append(f"{name}: it is missing")
+        elif path.read_bytes() == content:
             found.checked.append(f"{name} shows what the certificate says")
         else:
             found.unchecked.append(

@@ -65,11 +65,16 @@ def _is_list(tensors: Any) -> bool:
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
-    with _opened(path) as (file, base, header):
+    with _opened(path) as (file, base, header, _):
         return {
             name: tensor_digest(entry["dtype"], entry["shape"], _stored(file, base, entry))
             for name, entry in header.items()
         }
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    with _opened(path) as (_, _, _, metadata):
+        return metadata
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def digests_of_renamed(path: Path) -> Renamed | None:
     listed = _parts(beside, path.name) if beside.is_file() else {}
     if not listed:
         return None
-    with _opened(path) as (file, base, header):
+    with _opened(path) as (file, base, header, _):
         found: dict[str, str] = {}
         for name, (shape, parts) in listed.items():
             if strange := [part for part in parts if part not in header]:
@@ -108,8 +113,8 @@ def _parts(path: Path, name: str) -> dict[str, tuple[list[int], list[str]]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], int, dict[str, Any]]]:
-    """The file, where its data begin, and its entries by name."""
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], int, dict[str, Any], dict[str, str]]]:
+    """The file, where its data begin, its entries by name, and its metadata."""
     with path.open("rb") as file:
         try:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -118,7 +123,7 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], int, dict[str, Any]]]:
             header = parse(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             _require_nothing_between([entry["data_offsets"] for entry in entries.values()], path, 8 + length)
-            yield file, 8 + length, entries
+            yield file, 8 + length, entries, dict(header.get("__metadata__", {}))
         except WeightsFileError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:

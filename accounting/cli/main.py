@@ -29,7 +29,6 @@ def _command(name: str) -> Command:
         "compare": compare.compare_command,
         "verify": run.verify_command,
         "explain": run.explain_command,
-        "retire": run.retire_command,
     }[name]
 
 
@@ -50,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: these numbers are too large or too small to compute with ({error})", file=sys.stderr)
         return BAD_INPUT
     print(json.dumps(values) if arguments.json else text)
-    return DONE
+    code: int = values.get("exit_code", DONE)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
     _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
     _compare_options(commands.add_parser("compare", help="independent against correlated noise, and allocation"))
-    _verify_options(commands.add_parser("verify", help="recompute a run's epsilon from its ledger alone"))
-    _retire_options(commands.add_parser("retire", help="destroy the key of a run that will not be continued"))
+    verify = "recompute a run's epsilon from its ledger alone; exit code 7 if not all was checked"
+    _verify_options(commands.add_parser("verify", help=verify))
     _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
     return parser
 
@@ -141,13 +141,12 @@ def _compare_options(command: argparse.ArgumentParser) -> None:
 def _verify_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT|certificate.json")
     command.add_argument("--signer", metavar="HEX", help="the run's public key, as you know it from another source")
+    command.add_argument(
+        "--strict", action="store_true",
+        help="exit code 8, not 7, unless signer, all weights, their provenance and the pages were checked",
+    )  # fmt: skip
     command.add_argument("--witness", type=Path, metavar="FILE", help="JSON lines of the heads that a witness recorded")
     command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-
-def _retire_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", type=Path, metavar="RUN_DIR")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 

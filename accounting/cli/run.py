@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from murmuration.accounting.certificate.certificate import compose, verify, write
+from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.certificate.explain import Attacks, explain
 from murmuration.accounting.certificate.limits import claimed_events, row
-from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.draws import Draws, delta_of
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
+from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT
 from murmuration.accounting.escaping import printable
-from murmuration.accounting.keys import destroy, load
-from murmuration.accounting.ledger.chain import Ledger, LedgerError
-from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import Event, PlanError, parse_delta
 from murmuration.accounting.unit import RECORD, unit_in_words
-
-RETIRED = [
-    "The run was retired before its end. Nothing was exported with this certificate, and other runs on the same "
-    "records were not looked up.",
-    "Everything is as private as the run directory's secret folder was while the run lasted.",
-]
 
 
 def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -50,36 +38,12 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         lines.append("every head that the witness recorded is a line of this ledger, or lost, declared and charged")
     if verdict.attached is not None:
         lines += verdict.attached.checked
-        lines += [f"not checked: {sentence}" for sentence in verdict.attached.unchecked]
     if verdict.objection:
         lines.append(verdict.objection)
-    return asdict(verdict), "\n".join(printable(line) for line in lines)
-
-
-def retire_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Closes the ledger of a run that will not continue, certifies what it spent, destroys its key with the chain."""
-    root: Path = arguments.target
-    if not (root / "ledger.jsonl").is_file():
-        raise LedgerError(f"there is no ledger in {root}; name a run directory")
-    journal = Journal(Ledger.open(root / "ledger.jsonl"))
-    try:
-        history, keys = journal.history, [root / "secret" / name for name in ("run.key", "new.key")]
-        lines = []
-        if history.finished:
-            lines.append(f"{history.run['name']} was already finished; its certificate stays as it is")
-        else:
-            key = load(keys[0])
-            # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
-            journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(root / "secret" / HEADS)), "retired")
-            journal.finish()
-            document = compose(history, journal.ledger.entries, {"known_deviations": RETIRED, "siblings": []})
-            write(signed(document, key), root)
-            lines.append(f"{history.run['name']} is finished and certified as far as it went; it cannot be continued")
-        destroyed = [destroy(path) for path in keys]
-        lines.append("its key is destroyed" if any(destroyed) else "there was no key left")
-    finally:
-        journal.ledger.close()
-    return {"run": history.run["name"], "destroyed": any(destroyed)}, "\n".join(printable(line) for line in lines)
+    unchecked = verdict.unchecked
+    lines.append(f"not checked: {'; '.join(unchecked)}" if unchecked else "everything was checked")
+    code = DONE if not unchecked else NOT_STRICT if arguments.strict else NOT_ALL_CHECKED
+    return {**asdict(verdict), "unchecked": unchecked, "exit_code": code}, "\n".join(map(printable, lines))
 
 
 def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -91,7 +55,7 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         else trade_off.of_events(claim.events, claim.delta)
     )
     attacks = Attacks.of_curve(curve)
-    text = explain(round_up(claim.epsilon), claim.delta, claim.unit, attacks, claim.objection)
+    text = explain(round_up(claim.epsilon), claim.delta, claim.unit, attacks, claim.objection, claim.n)
     private = claim.objection is None
     values = {
         "private": private,
@@ -138,6 +102,7 @@ class ClaimToExplain(NamedTuple):
     holds_for: str
     correlated: bool = False
     unit: str = RECORD
+    n: int | None = None
 
 
 def _claim_of(arguments: argparse.Namespace) -> ClaimToExplain:
@@ -150,13 +115,14 @@ def _claim_of(arguments: argparse.Namespace) -> ClaimToExplain:
         spent, delta = arguments.epsilon, parse_delta(arguments.delta, arguments.n or 1)
         if not (0 <= spent < float("inf") and 0 < delta < 1):
             raise PlanError(f"epsilon must be at least 0 and delta in (0, 1), but they are {spent} and {delta}")
-        return ClaimToExplain(spent, delta, None, None, "one (ε, δ); give --n, --batch, --steps and --sigma instead")
+        instead = "one (ε, δ); give --n, --batch, --steps and --sigma instead"
+        return ClaimToExplain(spent, delta, None, None, instead, n=arguments.n)
     if all(value is not None for value in numbers):
         delta = delta_of(arguments)
         draws = Draws.asked(arguments, arguments.batch, arguments.steps)
         events = [draws.event(arguments.sigma, arguments.steps)]
         spent = epsilon(events, delta, arguments.accountant)
-        return ClaimToExplain(spent, delta, None, events, "the steps", correlated=draws.bands > 1)
+        return ClaimToExplain(spent, delta, None, events, "the steps", draws.bands > 1, n=arguments.n)
     raise PlanError("explain needs a RUN_DIR, or --epsilon and --delta, or --n, --batch, --steps and --sigma")
 
 
@@ -172,7 +138,8 @@ def _of_run(arguments: argparse.Namespace) -> ClaimToExplain:
     objection = printable(verdict.objection) if verdict.objection else None
     correlated = any(plan.bands > 1 for plan in history.plans.values())
     unit = unit_in_words(history.unit)
-    return ClaimToExplain(spent, history.claimed_delta(), objection, events, holds_for, correlated, unit)
+    n = max(plan.records for plan in history.plans.values())
+    return ClaimToExplain(spent, history.claimed_delta(), objection, events, holds_for, correlated, unit, n)
 
 
 def _shown(found: dict[str, Any], delta: float) -> str:

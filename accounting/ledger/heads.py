@@ -7,6 +7,7 @@ and in the data set's log of runs. Steps after the last checkpoint released noth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -15,11 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.strict_json import parse, read
 
-NAME = "heads.jsonl"
+NAME, LOGS = "heads.jsonl", "logs.jsonl"
 
 
 def append(path: Path, line: dict[str, Any], mode: int) -> None:
@@ -32,6 +34,32 @@ def append(path: Path, line: dict[str, Any], mode: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def note_log(secret: Path, log: Path) -> None:
+    """Notes in the secret folder where a log of runs lies that knows this run."""
+    if log.resolve() not in _noted_logs(secret):
+        append(secret / LOGS, {"log": str(log.resolve())}, 0o600)
+
+
+def logs_of(run_dir: Path) -> list[Path]:
+    """The logs of runs that know this run. One inside the run directory would come with a forged one."""
+    return [log for log in _noted_logs(run_dir / "secret") if run_dir.resolve() not in log.parents]
+
+
+def _noted_logs(secret: Path) -> list[Path]:
+    found = [line.get("log") for line in whole_lines(secret / LOGS)]
+    return [Path(log) for log in found if isinstance(log, str)]
+
+
+def log_with_signer(run_dir: Path, run: str, signer: str) -> Path | None:
+    """A log outside the run directory that knows the run by its id, with the key that signs it."""
+    known = {"id": run, "signer": signer}.items()
+    for log in logs_of(run_dir):
+        with contextlib.suppress(OSError):
+            if any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
+                return log
+    return None
 
 
 def heads_in(lines: Iterable[bytes]) -> list[Head]:

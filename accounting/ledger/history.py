@@ -31,7 +31,6 @@ from murmuration.accounting.ledger.lines import (
     RECORDS_AS_PUBLIC,
     ChoiceLine,
     CopiedLine,
-    CurvesLine,
     EarlierLine,
     FinishLine,
     LostLine,
@@ -44,6 +43,8 @@ from murmuration.accounting.ledger.lines import (
     StepLine,
     StoreLine,
     TuningLine,
+    Word,
+    WordLine,
 )  # fmt: skip
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import Event, PrivacyPlan
@@ -51,7 +52,7 @@ from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 NOT_AFTER_FINISH = (
-    "plan", "nonprivate", "origin", "earlier", "public", "store", "curves", "segment", "open", "commit", "finish",
+    "plan", "nonprivate", "origin", "earlier", "public", "store", "word", "segment", "open", "commit", "finish",
 )  # fmt: skip
 NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
 
@@ -80,7 +81,7 @@ class History:
     choices: list[str] = field(default_factory=list)  # public metrics by which checkpoints are kept, perhaps chosen
     public_uses: list[PublicLine] = field(default_factory=list)  # on the owner's word, without noise
     stores: list[StoreLine] = field(default_factory=list)  # that see who is drawn
-    private_curves: bool = False  # un-noised ones, by which the owner may have decided something
+    words: set[Word] = field(default_factory=set)
     origins: list[Origin] = field(default_factory=list)  # runs whose weights this one began from
     earlier: list[EarlierLine] = field(default_factory=list)  # records without noise, in what this run began with
     finished: bool = False
@@ -269,9 +270,8 @@ class History:
             raise ValueError(f"phase {line.phase} was not declared before")
         self.stores.append(line)
 
-    def _curves(self, line: CurvesLine) -> None:
-        del line
-        self.private_curves = True
+    def _word(self, line: WordLine) -> None:
+        self.words.add(line.what)
 
     def _origin(self, origin: Origin) -> None:
         self.origins.append(origin)

@@ -16,7 +16,7 @@ from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StoreLine
+from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StoreLine, Word
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import Event, PrivacyPlan
 
@@ -94,10 +94,9 @@ class Journal:
         if line not in self.history.stores:
             self._append("store", **line.__dict__)
 
-    def declare_private_curves(self) -> None:
-        """Records that un-noised curves are kept for the owner; it is never taken back."""
-        if not self.history.private_curves:
-            self._append("curves")
+    def declare_word(self, what: Word) -> None:
+        if what not in self.history.words:
+            self._append("word", what=what)
 
     def _append(self, kind: str, **fields: Any) -> None:
         self._require_readable(kind, fields)

@@ -17,6 +17,9 @@ NAMED: RecordDigests = "name"
 """How a ledger identifies records: by a hash of their files that is keyed by a secret, or a name from a program."""
 
 
+Word = Literal["private_curves", "keep_key", "witness"]
+
+
 @dataclass(frozen=True)
 class RunLine:
     __pydantic_config__ = CLOSED
@@ -190,10 +193,11 @@ class StoreLine:
 
 
 @dataclass(frozen=True)
-class CurvesLine:
-    """Curves of private records without noise were kept for the owner."""
+class WordLine:
+    """Something that the config asked for and every certificate of the run must say; it is never taken back."""
 
     __pydantic_config__ = CLOSED
+    what: Word
 
 
 @dataclass(frozen=True)
@@ -205,5 +209,5 @@ LINES: dict[str, type[Any]] = {
     "run": RunLine, "plan": PlanLine, "nonprivate": NonprivateLine, "tuning": TuningLine, "segment": Segment,
     "open": StepLine, "commit": StepLine, "checkpoint": CheckpointMark, "copied": CopiedLine, "lost": LostLine,
     "resume": ResumeLine, "recovered": RecoveredLine, "choice": ChoiceLine, "public": PublicLine, "store": StoreLine,
-    "curves": CurvesLine, "origin": Origin, "earlier": EarlierLine, "finish": FinishLine,
+    "word": WordLine, "origin": Origin, "earlier": EarlierLine, "finish": FinishLine,
 }  # fmt: skip

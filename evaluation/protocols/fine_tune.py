@@ -18,6 +18,7 @@ import numpy as np
 from safetensors.torch import save
 from torch import Tensor
 
+from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.accounting.durable import atomic
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
@@ -45,7 +46,6 @@ from murmuration.train.measures.ranking import MOST
 from murmuration.train.recipe.pixels import as_json, metadata
 from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.model_note import MODEL
-from murmuration.train.storage.provenance import Provenance
 
 WEIGHTS, NOTE = "model.safetensors", "export.json"
 

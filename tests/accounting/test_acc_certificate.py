@@ -290,7 +290,7 @@ def test_plain_words_state_true_limits() -> None:
 def test_the_factor_that_bounds_every_probability_is_rounded_up(value: float, factor: str) -> None:
     attacks = Attacks.of_curve(of_point(value, 1.2341e-6))
     text = explain(value, 1.2341e-6, "one record", attacks)
-    assert f"by a factor of {factor}, except in a share of delta = 1.24e-06 of" in text
+    assert f"is at most {factor} times its probability without, plus 1.24e-06, and" in text
 
 
 def test_late_plans_do_not_shrink_the_claim(tmp_path: Path) -> None:

@@ -35,14 +35,21 @@ def kinds(folder: Path) -> list[str]:
 
 def test_a_run_that_declares_nothing_has_no_such_line(tmp_path: Path) -> None:
     whole_run(tmp_path).ledger.close()
-    assert not {"curves", "public", "store"} & set(kinds(tmp_path))
-    assert not History.read(tmp_path / "ledger.jsonl")[0].private_curves
+    assert not {"word", "public", "store"} & set(kinds(tmp_path))
+    assert not History.read(tmp_path / "ledger.jsonl")[0].words
 
 
 @pytest.mark.parametrize(
     ("declare", "kind", "words"),
     [
-        (Journal.declare_private_curves, "curves", "Decisions taken by them are outside the claim"),
+        *(
+            (partial(Journal.declare_word, what=what), "word", words)
+            for what, words in (
+                ("private_curves", "Decisions taken by them are outside the claim"),
+                ("keep_key", "whoever has it can sign another certificate"),
+                ("witness", "knows when checkpoints were made, and so roughly how long the private steps"),
+            )
+        ),
         (partial(Journal.declare_store, phase=0, host="https://store.example"), "store",
          "as they were drawn. Whoever runs that store, or sees its access log, knows which records took part"),
         *(

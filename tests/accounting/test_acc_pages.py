@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,15 +14,19 @@ import pytest
 
 from murmuration.accounting.certificate import certificate, pages
 from murmuration.accounting.certificate.certificate import html_page, markdown
-from murmuration.accounting.certificate.explain import ASSUMPTION, Attacks, explain, percent
+from murmuration.accounting.certificate.explain import ASSUMPTION, BARS, Attacks, explain, percent, strength
 from murmuration.accounting.certificate.pages import percent_of, registry_entry, trade_off_svg
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
-from murmuration.accounting.epsilon.trade_off import GRID, of_point
+from murmuration.accounting.epsilon.accountant import epsilon, round_up
+from murmuration.accounting.epsilon.trade_off import GRID, TradeOff, of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.plan import Event
+from murmuration.accounting.unit import RECORD
 from tests.support.acc_world import begin, document_of, train, whole_run
 
 PROVED = [(alpha, of_point(1.0, 1e-6).power(alpha)) for alpha in GRID]
+ATTACKS = Attacks.of_curve(of_point(1.0, 1e-6))
 ALONE = [(alpha, of_point(2.0, 1e-6).power(alpha)) for alpha in GRID]
 
 
@@ -38,17 +43,67 @@ def test_shares_that_are_limits_are_rounded_up(share: float) -> None:
     assert 100 * share <= told + 1e-12 and told < 100 * share + 0.0100001 and told <= 100
 
 
-def test_the_verdict_follows_the_epsilon() -> None:
-    attacks = Attacks.of_curve(of_point(1.0, 1e-6))
-    words = [
-        next(
-            each for each in ("strong", "moderate", "weak") if f"promise is {each}" in explain(value, 1e-6, "", attacks)
-        )
-        for value in (0.0, 0.5, 1.0, 1.001, 10.0, 10.001, 400.0)
-    ]
-    assert words == ["strong"] * 3 + ["moderate"] * 2 + ["weak"] * 2
-    assert f"rests on: {ASSUMPTION[0].lower()}{ASSUMPTION[1:]}" in explain(1.0, 1e-6, "one", attacks)
-    assert ASSUMPTION not in explain(1.0, 1e-6, "one", attacks)
+@pytest.mark.parametrize(
+    ("curve", "delta", "n", "word"),
+    [
+        (of_point(0.0, 1e-6), 1e-6, None, "strong"),
+        (of_point(1.0, 1e-6), 1e-6, 10_000, "strong"),
+        (of_point(1.0, 1e-6), 1e-6, 10_000_000, "weak"),  # delta would permit to publish ten records
+        (of_point(2.0, 1e-6), 1e-6, None, "moderate"),
+        (of_point(8.0, 1e-6), 1e-6, None, "weak"),  # of one point nothing better is known
+        (of_point(0.0, 0.5), 0.5, None, "weak"),
+        (of_point(0.0, 0.5), 0.5, 60, "weak"),
+    ],
+)
+def test_the_verdict_follows_the_curve_and_delta(curve: TradeOff, delta: float, n: int | None, word: str) -> None:
+    attacks = Attacks.of_curve(curve)
+    text = explain(1.0, delta, RECORD, attacks, n=n)
+    assert strength(attacks, delta, n) == word and f"calls the promise {word}" in text
+    if word in BARS:  # what the sentence says of the limits follows from them
+        assert attacks.best_guess <= BARS[word].best_guess
+        assert attacks.at_one_in_a_thousand <= BARS[word].at_one_in_a_thousand
+    if n is not None:
+        told = re.search(r"(\S+) of the ([\d,]+) on average", text)
+        assert told is not None and float(told[1]) >= n * delta * (1 - 1e-9) and told[2] == f"{n:,}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ("--n 60 --batch 20 --steps 4 --sigma 20 --delta 0.5", "weak"),
+        ("--n 60 --epsilon 8", "weak"),
+        ("--n 60000 --batch 256 --steps 100 --sigma 8", "strong"),
+    ],
+)
+def test_the_command_reads_its_verdict_off_the_curve(asked: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *asked.split()]) == 0
+    said = capsys.readouterr().out
+    assert f"calls the promise {word}" in said
+    assert not any(each in said for each in ("nothing at all can be learned", "recover little", "almost as likely"))
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 5.0])
+def test_the_sentence_about_every_probability_holds_for_the_mechanism(sigma: float) -> None:
+    """A record moves a sum by 1: the sets that tell most are those beyond a threshold. Without the added delta, in a
+    share of more than delta of the cases the factor is passed, so nothing may be said of shares of cases."""
+    delta = 1e-5
+    spent = epsilon([Event(1.0, sigma, 1)], delta)
+    text = explain(round_up(spent), delta, RECORD, ATTACKS)
+    told = re.search(r"at most (\S+) times its probability without, plus (\S+),", text)
+    assert told is not None
+    factor, more = float(told[1].replace(",", "").replace("10^", "1e")), float(told[2])
+    beyond = NormalDist().cdf
+    for place in range(-100, 101):
+        at = place / 10
+        with_it, without = beyond((1 - at) / sigma), beyond(-at / sigma)
+        assert with_it <= factor * without + more and 1 - without <= factor * (1 - with_it) + more
+    passed = 1 - beyond((sigma**2 * spent - 0.5) / sigma)  # of the losses with the record, those above epsilon
+    assert passed > delta
+
+
+def test_what_the_text_rests_on_is_said() -> None:
+    text = explain(1.0, 1e-6, "one", ATTACKS)
+    assert f"rests on: {ASSUMPTION[0].lower()}{ASSUMPTION[1:]}" in text and ASSUMPTION not in text
 
 
 def test_the_false_alarms_of_the_table_are_those_of_the_limits() -> None:
@@ -112,14 +167,17 @@ def test_the_registry_entry_promises_what_the_certificate_promises(document: dic
     assert loss["privacy_parameters"]["delta"] >= document["claim"]["delta"]
     assert loss["privacy_parameters_description"] == document["claim"]["statement"]
     tuning = "pre_processing_eda_hyperparameter_tuning"
-    assert entry["implementation"][tuning] == "Nothing was declared as chosen by private outputs."
+    assert entry["implementation"][tuning] == "nothing was declared"
+    twins = registry_entry(document | {"siblings": [{"id": "a", "run": "twin", "private": False}]})["deployment"]
+    assert "runs without noise on the same records: twin" in twins["implementation"][tuning]
+    assert "every checkpoint" in entry["model"]["release_type"]
     journal = begin(tmp_path / "debug", debug=True)
     journal.declare_tuning(Declared("rates by hand", Tuning(2, fixed=True)))
     train(journal, range(1, 3))
     without = registry_entry(document_of(journal))["deployment"]
     assert without["dp_flavor"]["name"] == "none" and "privacy_parameters" not in without["privacy_loss"]
     assert without["privacy_loss"]["privacy_parameters_description"].startswith("NOT PRIVATE")
-    assert without["implementation"][tuning] == "rates by hand"
+    assert without["implementation"][tuning].startswith("rates by hand (charged")
 
 
 def test_the_file_is_json_that_people_can_read(document: dict[str, Any], tmp_path: Path) -> None:

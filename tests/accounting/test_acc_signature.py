@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from murmuration.accounting.certificate.attached import lists_tensors_of
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
+from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.certificate.weights import (
     WeightsFileError,
@@ -27,9 +28,10 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.heads import NAME, append
+from murmuration.accounting.ledger.heads import NAME, append, note_log
 from murmuration.accounting.ledger.history import History
-from murmuration.train.storage.certify import earlier_certificate
+from murmuration.train.commands.retire import main as retire
+from murmuration.train.storage.certify import NO_LOG, OF_THIS_TRAINER, RETIRED, earlier_certificate
 from murmuration.train.storage.run_dir import RunDir
 from tests.support.acc_world import KEY, PLAN, begin, reopen, rewritten, train
 
@@ -46,10 +48,10 @@ def run(folder: Path, key: RunKey = KEY, steps: int = 40) -> None:
 
 
 def certify(folder: Path, key: RunKey | None = KEY) -> dict[str, Any]:
-    save_file(TENSORS, folder / "model.safetensors")
+    history, entries = History.read(folder / "ledger.jsonl")
+    save_file(TENSORS, folder / "model.safetensors", Provenance.of(history, entries).metadata())
     lists = {"phase00-step00000040": digests_of_safetensors(folder / "model.safetensors")}
     write_lists(lists, folder)
-    history, entries = History.read(folder / "ledger.jsonl")
     document = compose(history, entries, {"siblings": []})
     document["weights"] = [
         {"phase": 0, "step": 40, "checkpoint_manifest_sha256": "0" * 64, "tensors": 2,
@@ -77,6 +79,67 @@ def test_what_was_signed_verifies_and_says_what_it_could_not_check(finished: Pat
     (finished / "model.pt").write_bytes(b"a pickle")
     found = verify(finished).attached
     assert found is not None and "model.pt: not a safetensors file" in found.unchecked
+
+
+def log(folder: Path, signer: str = public_key(KEY)) -> None:
+    """As a run does whose log of runs lies elsewhere."""
+    history, _ = History.read(folder / "ledger.jsonl")
+    (folder / "secret").mkdir(exist_ok=True)
+    append(folder.parent / "runs.jsonl", {"id": history.run_id, "signer": signer}, 0o644)
+    note_log(folder / "secret", folder.parent / "runs.jsonl")
+
+
+def log_within(folder: Path) -> None:
+    """What a forger can send along."""
+    log(folder)
+    (folder / "runs.jsonl").write_bytes((folder.parent / "runs.jsonl").read_bytes())
+    (folder / "secret" / "logs.jsonl").unlink()
+    note_log(folder / "secret", folder / "runs.jsonl")
+
+
+def other_provenance(folder: Path) -> None:
+    told = {"format": "pt", "murmuration": json.dumps({"origins": [], "undeclared": None})}
+    save_file(TENSORS, folder / "model.safetensors", told)
+
+
+def moved(folder: Path) -> None:
+    (folder / "in").mkdir()
+    (folder / "model.safetensors").rename(folder / "in" / "model.safetensors")
+
+
+SIGNER_GIVEN = ("--signer", public_key(KEY))
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "codes", "told"),
+    [
+        (lambda folder: None, (), (7, 8), "whether that is the run's key"),
+        (lambda folder: None, SIGNER_GIVEN, (0, 0), "everything was checked"),
+        (log, (), (0, 0), "that is the run's key by the log of runs"),
+        (lambda folder: log(folder, "ab" * 32), (), (7, 8), "whether that is the run's key"),
+        (log_within, (), (7, 8), "whether that is the run's key"),
+        (lambda folder: (folder / "certificate.json").unlink(), SIGNER_GIVEN, (7, 8), "there is no certificate"),
+        (lambda folder: (folder / "model.pt").write_bytes(b"a pickle"), SIGNER_GIVEN, (7, 8), "not a safetensors file"),
+        (lambda folder: (folder / "model.safetensors").unlink(), SIGNER_GIVEN, (7, 8), "none of those"),
+        (moved, SIGNER_GIVEN, (7, 8), "in another place"),
+        (lambda folder: (folder / "certificate.html").write_text("ε = 0.099"), SIGNER_GIVEN, (7, 8), "html: differs"),
+        (lambda folder: (folder / "certificate.md").unlink(), SIGNER_GIVEN, (7, 8), "certificate.md: it is missing"),
+        (lambda folder: save_file(TENSORS, folder / "model.safetensors"), SIGNER_GIVEN, (7, 8), "was made from"),
+        (other_provenance, SIGNER_GIVEN, (5, 5), "made from other runs"),
+        (lambda folder: None, ("--signer", "ab" * 32), (5, 5), "not the expected"),
+    ],
+)  # fmt: skip
+def test_the_exit_code_tells_full_success_from_valid_as_far_as_checked(
+    finished: Path, change: Callable[[Path], object], more: tuple[str, ...], codes: tuple[int, int], told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    change(finished)
+    for strict, code in zip(((), ("--strict",)), codes, strict=True):
+        assert main(["verify", str(finished), *more, *strict]) == code
+        said = capsys.readouterr()
+        lines = (said.err if code == 5 else said.out).splitlines()
+        assert told in ("\n".join(lines) if code in (0, 5) else lines[-1]), lines
+        assert code == 5 or lines[-1].startswith("everything was checked" if code == 0 else "not checked: ")
 
 
 def cheaper(fields: dict[str, Any]) -> None:
@@ -203,7 +266,7 @@ def test_bytes_of_no_tensor_are_in_no_file_that_verifies(finished: Path) -> None
     content = (finished / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    for entry in header.values():
+    for entry in (header[name] for name in TENSORS):
         entry["data_offsets"] = [at + 4 for at in entry["data_offsets"]]
     shifted = json.dumps(header).encode()
     apart = len(shifted).to_bytes(8, "little") + shifted + b"more" + content[8 + length :]
@@ -256,23 +319,34 @@ def test_a_certificate_no_longer_covers_a_run_of_which_more_was_declared(tmp_pat
     journal.ledger.close()
 
 
-# `account.py retire`: the key of a run that will not go on is destroyed, and what it spent is certified.
+# `retire.py`: the key of a run that will not go on is destroyed, and what it spent is certified.
 
 
+@pytest.mark.parametrize("logged", [False, True])
 def test_a_retired_run_is_closed_certified_and_without_a_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: bool
 ) -> None:
-    key = RunKey.fresh()
+    """The certificate states what that of a finished run states, and the siblings that the log of runs knows."""
+    key, runs = RunKey.fresh(), tmp_path.parent / f"{tmp_path.name}.jsonl"
     store(key, tmp_path / "secret" / "run.key")
     journal = begin(tmp_path, key=key)
+    if logged:
+        for run, name, private in ((journal.history.run_id, "tiny", True), ("b", "twin", False)):
+            append(runs, {"id": run, "run": name, "phase": "private", "private": private}, 0o644)
+        note_log(tmp_path / "secret", runs)
     train(journal, range(1, 4))
-    assert main(["retire", str(tmp_path)]) == 5, "while a process writes the ledger"
+    assert retire([str(tmp_path)]) == 5, "while a process writes the ledger"
     assert "in use by another process" in capsys.readouterr().err
     journal.ledger.close()
 
-    assert main(["retire", str(tmp_path)]) == 0
+    assert retire([str(tmp_path)]) == 0
     assert "its key is destroyed" in capsys.readouterr().out
     assert not (tmp_path / "secret" / "run.key").exists()
+    document = json.loads((tmp_path / "certificate.json").read_text())
+    assert {*OF_THIS_TRAINER, RETIRED} <= set(document["known_deviations"])
+    assert (NO_LOG in document["known_deviations"]) is not logged
+    assert [each["run"] for each in document["siblings"]] == (["twin"] if logged else [])
+    assert ("claim_of" in (tmp_path.parent / f"{tmp_path.name}.jsonl").read_text()) if logged else True
     verdict = verify(tmp_path)
     assert verdict.claimed == PLAN.epsilon_budget and "ended after 3 of 40" in (verdict.claimed_because or "")
     assert verdict.attached is not None and verdict.attached.signed_by == public_key(key)
@@ -281,9 +355,9 @@ def test_a_retired_run_is_closed_certified_and_without_a_key(
         train(journal, range(4, 5))
     journal.ledger.close()
 
-    assert main(["retire", str(tmp_path)]) == 0
+    assert retire([str(tmp_path)]) == 0
     assert "no key left" in capsys.readouterr().out
-    assert main(["retire", str(tmp_path / "absent")]) == 5
+    assert retire([str(tmp_path / "absent")]) == 5
 
 
 def test_a_ledger_that_was_restored_is_retired_with_what_its_lost_part_charged(tmp_path: Path) -> None:
@@ -300,7 +374,7 @@ def test_a_ledger_that_was_restored_is_retired_with_what_its_lost_part_charged(t
     journal.ledger.close()
     ledger.write_bytes(backup)
 
-    assert main(["retire", str(tmp_path)]) == 0
+    assert retire([str(tmp_path)]) == 0
     history, _ = History.read(ledger)
     assert sum(event.count for event in history.charged()) == 40, "5 in the ledger and 35 that are known to be lost"
     assert verify(tmp_path).epsilon == pytest.approx(epsilon(history.planned(), PLAN.delta))

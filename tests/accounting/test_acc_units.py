@@ -59,7 +59,7 @@ def test_what_names_no_unit_is_about_records_to_the_letter(tmp_path: Path) -> No
     line = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[1])
     assert "units" not in line["plan"] and line["plan"]["unit"] == UNIT == document["unit"]
     assert document["adjacency"] == ADJACENCY and "unit: one record" in model_card(document)
-    assert UNIT == "one record (an image, or an image with its caption)"
+    assert UNIT == "one record (what the data set has as one: an image, an image with its caption, a text, a row)"
     assert "per-record gradients" in document["mechanism"] and "10 records of one person" in markdown(document)
 
 

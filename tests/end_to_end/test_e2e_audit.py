@@ -331,7 +331,7 @@ def show(found: dict[str, Any]) -> None:
         f"\n{found['kind']} canaries, noise × {found['planted_noise_scale'] or 1}: claim ε ≤ "
         f"{found['claimed_epsilon']:.3f} at δ = {found['delta']:g}, lower bound ε ≥ {found['lower_bound']:.3f} "
         f"({found['confidence']:.0%}; {found['correct']} of {found['guesses']} right), "
-        f"{found['lower_bound_if_assumed']:.3f} by {found['lower_bound_if_assumed_by']}, {found['seconds']} s"
+        f"{found['lower_bound_if_assumed']:.3f} by {found['lower_bound_if_assumed_by']}"
     )
 
 

@@ -146,7 +146,13 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
     assert (out / "NOT_PRIVATE.txt").read_text().startswith("NOT PRIVATE (debug)")
     exported = load_file(out / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in final_weights(run_dir).items())
-    assert account("verify", str(out)).returncode == 0, "an export carries what its claim needs"
+    assert account("verify", str(out)).returncode == 7, "an export carries what its claim needs"
+    signer = ledger_lines(run_dir)[0]["signer"]
+    assert (
+        f"signed with the key {signer}" in finished[1] and f"signer: {signer}" in (out / "certificate.md").read_text()
+    )
+    whole = account("verify", str(out), "--strict", "--signer", signer)
+    assert whole.returncode == 0 and whole.stdout.splitlines()[-1] == "everything was checked", whole.stdout
     assert "(0.001, 0)" not in (out / "certificate.md").read_text()
     old = os.umask(0o077)
     try:

@@ -57,7 +57,8 @@ def run(folder: Path, command: list[str] | str, environ: dict[str, str] | None =
         command, shell=isinstance(command, str), cwd=folder, capture_output=True, text=True, timeout=900,
         env=environ or environment(),
     )  # fmt: skip
-    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    as_far = isinstance(command, str) and command.endswith(("verify published", "verify runs/own"))
+    assert done.returncode == (7 if as_far else 0), f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 

@@ -16,7 +16,9 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.unit import RECORD
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
 from murmuration.data.index.open import open_units
@@ -25,7 +27,6 @@ from murmuration.train.audit import replay as replaying
 from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.private_phase import PrivatePhase
-from murmuration.train.storage.run_dir import whole_lines
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines
 from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
@@ -110,7 +111,7 @@ def test_killed_resumed_verified_and_exported(
     assert exported.returncode == 0, exported.stderr
     logged = whole_lines(patients / "runs.jsonl")
     assert {line["unit"] for line in logged if "epsilon_budget" in line} == {certificate["unit"]}
-    bad = {**certificate, "unit": "one record (an image, or an image with its caption)"}
+    bad = {**certificate, "unit": RECORD}
     (run_dir / "certificate.json").write_text(json.dumps(bad))
     assert account("verify", str(run_dir)).returncode != 0
 

@@ -26,7 +26,7 @@ from random import Random
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-CODES = (0, 2, 3, 4, 5, 75)
+CODES = (0, 2, 3, 4, 5, 7, 75)
 LONGEST_LINE, MOST_LINES = 2_000, 60
 # Line ends are judged by their number; what else moves a cursor or turns the order of letters can forge an answer.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")

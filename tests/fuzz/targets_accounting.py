@@ -15,6 +15,7 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.errors import NOT_ALL_CHECKED
 from murmuration.accounting.ledger.chain import Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import MetricFact
 from murmuration.accounting.ledger.history import History
@@ -78,12 +79,12 @@ class Ledgers(Runs):
         run = self.meant(data)
         self.lay(data, None)
         code = main(["verify", str(self.place)])
-        if code == 0:
+        if code == NOT_ALL_CHECKED:
             self._not_better(run, data)
         self._can_be_written_on(data)
         self.lay(data, json.dumps(run.certificate).encode())
         certified = main(["verify", str(self.place), "--json"])
-        if certified == 0 and data != run.ledger:
+        if certified == NOT_ALL_CHECKED and data != run.ledger:
             spent = certificate.verify(self.place).epsilon
             if spent < run.epsilon - CLOSE:
                 raise Broken("a ledger with a smaller epsilon than its certificate verifies")
@@ -128,7 +129,7 @@ class Certificates(Runs):
         data = self.signed(run, data)
         self.lay(run.ledger, data)
         code = main(["verify", str(self.place)])
-        if code != 0:
+        if code != NOT_ALL_CHECKED:
             return code
         document = json.loads(data)
         for key, honest in run.certificate["claim"].items():

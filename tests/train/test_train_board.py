@@ -23,12 +23,13 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_I
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from murmuration.accounting.certificate.certificate import compose
+from murmuration.accounting.json_lines import whole_lines
 from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.early_end import measured_before
 from murmuration.train.run.report import figure, outcomes, read_curves, write_report
 from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, open_private, whole_lines
+from murmuration.train.storage.run_dir import RunDir, open_private
 from tests.support.acc_world import whole_run
 from tests.support.config_base import put
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.model.load_report import WeightsError
 from murmuration.model.weight_files import read_weights
 from murmuration.train.commands.export import main
@@ -20,7 +21,6 @@ from murmuration.train.export.export import FORMS, averaged
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
 from murmuration.train.storage.deepspeed_format import MODEL, OPTIMIZER, LayoutError, read_deepspeed, write_deepspeed
-from murmuration.train.storage.provenance import Provenance
 from tests.support.checkpoint_world import HEADER
 from tests.support.train_helpers import ADAMW, on_ranks, private_engine, toy_batch
 

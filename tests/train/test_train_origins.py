@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from murmuration.accounting.certificate.certificate import write
+from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.certificate.verify import CertificateError, verify
@@ -29,7 +30,6 @@ from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.config.load import load
 from murmuration.train.recipe.ready_phase import RecipeError, prepare
 from murmuration.train.recipe.warm_start import EXPORTED, WarmStart
-from murmuration.train.storage.provenance import Provenance
 from murmuration.train.storage.sibling_runs import RunLog
 from tests.support.acc_world import KEY, SIGNER
 

@@ -9,6 +9,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
+
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.ledger.heads import read_heads
 from murmuration.train.run.witness import Witness
@@ -52,6 +54,43 @@ def test_a_server_gets_a_post() -> None:
     assert [json.loads(body)["length"] for body in bodies] == [7, 7]
     [sentence] = said
     assert "ledger line 7 could not be reported" in sentence and "503" in sentence
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_and_is_said(code: int) -> None:
+    """A redirected POST becomes a GET without the line, which a page for logging in answers with 200."""
+    got: list[str] = []
+
+    class Moved(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(self.command)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(code)
+            self.send_header("Location", "/login")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            got.append(self.command)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
+
+    server = HTTPServer(("127.0.0.1", 0), Moved)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    said: list[str] = []
+    try:
+        Witness(f"http://127.0.0.1:{server.server_port}/heads", said.append)(HEAD)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert got == ["POST"]
+    assert said == [
+        f"ledger line 7 could not be reported to the witness: it answered {code}, a redirect, which is not followed"
+    ]
 
 
 def test_one_that_is_not_reached_is_told_of(tmp_path: Path) -> None:

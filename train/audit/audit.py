@@ -15,7 +15,6 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,7 +118,6 @@ class _Audit:
             print(printable(warning), flush=True)
 
     def run(self) -> AuditReport:
-        began = time.monotonic()
         options, ranks, plan, phase = self.options, self.ranks, self.plan, self.phase
         if options.kind == "input":
             ranks.on_main(self._register)
@@ -148,7 +146,7 @@ class _Audit:
             engine=str(self.engine_settings), ranks=ranks.world,
             planted_noise_scale=None if options.noise_scale == 1 else options.noise_scale,
             measured_sigma=tested.measured_sigma, sampling=self._sampling(), divisor=divisor, noise=shown.noise,
-            power=power, seconds=time.monotonic() - began,
+            power=power,
         )  # fmt: skip
 
     def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Shown, Claim]:

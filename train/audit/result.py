@@ -37,7 +37,6 @@ class AuditReport:
     power: dict[float, float]
     """By scale: the share of such audits that refute noise of that many times the planned deviation; empty where that
     is not known."""
-    seconds: float
 
     @property
     def refuted(self) -> list[str]:
@@ -74,7 +73,7 @@ class AuditReport:
             "divisor_p_values": self.divisor.p_values,
             "noise_p_values": {} if self.noise is None else self.noise.p_values,
             **{f"power_at_{scale:g}_sigma": share for scale, share in self.power.items()},
-            "false_alarms": ACCUSED, "refuted": self.refuted, "seconds": round(self.seconds),
+            "false_alarms": ACCUSED, "refuted": self.refuted,
         }  # fmt: skip
         return json.dumps(value)
 
@@ -87,8 +86,7 @@ class AuditReport:
                 "(only an audit can do that)"
             )
         lines += [
-            f"audited       phase {self.phase}, {plan.steps} steps, {self.engine}, ranks {self.ranks}, in "
-            f"{self.seconds:.0f} s",
+            f"audited       phase {self.phase}, {plan.steps} steps, {self.engine}, ranks {self.ranks}",
             f"plan          n {plan.records} ({bound.canaries} {self.kind} canaries, {bound.included} of them in), "
             f"q {plan.sampling_rate:.6g}, sigma {plan.noise_multiplier:g}, C {plan.clip_norm:g}",
             f"claim         ε ≤ {round_up(self.claim)} at δ = {bound.delta:g}",

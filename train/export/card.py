@@ -47,6 +47,7 @@ def write_card(
         run=str(certificate["run"]),
         what=_what(finished),
         promise=str(claim["statement"]),
+        signer=Markup(certificate["signature"]["public_key"]),
         private=bool(claim["private"]),
         unit=str(certificate["unit"]),
         one=noun_of(str(certificate["unit"])),

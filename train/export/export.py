@@ -19,6 +19,7 @@ from torch import Tensor
 
 from murmuration.accounting.certificate.certificate import CertificateError, Verdict, verify
 from murmuration.accounting.certificate.certificate import write as write_certificate
+from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.accounting.certificate.weights import AVERAGED
 from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
 from murmuration.accounting.keys import secrets_in
@@ -34,7 +35,6 @@ from murmuration.train.storage.best_checkpoint import best_checkpoint
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
 from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
 from murmuration.train.storage.model_note import copy_named_files, note_of
-from murmuration.train.storage.provenance import Provenance
 from murmuration.train.storage.run_dir import RunDir
 
 NOT_PRIVATE = "NOT_PRIVATE.txt"

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from murmuration.accounting.certificate.provenance import KEY as PROVENANCE
 from murmuration.data.draw.micro_batch import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels, Normalisation
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named import LIBRARIES, PREPROCESSOR, statistics_of
@@ -25,7 +26,6 @@ from murmuration.model.warm_start import IMAGENET_PIXELS, source_of
 from murmuration.model.weight_files import NAMES, export_note, read_weights
 from murmuration.train.config.section import RecipeError
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints
-from murmuration.train.storage.provenance import KEY as PROVENANCE
 from murmuration.train.storage.run_dir import RunDir
 
 IMAGENET = Normalisation(IMAGENET_MEAN, IMAGENET_STD)

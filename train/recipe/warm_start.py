@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from murmuration.accounting.certificate.attached import lists_tensors_of
+from murmuration.accounting.certificate.provenance import Provenance, ProvenanceError
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
@@ -28,7 +29,6 @@ from murmuration.model.warm_start import initialise_from, initialise_with
 from murmuration.train.config.section import RecipeError
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
 from murmuration.train.storage.checkpoint_read import hash_of
-from murmuration.train.storage.provenance import Provenance, ProvenanceError
 from murmuration.train.storage.run_dir import RunDir
 
 EXPORTED = "model.safetensors"

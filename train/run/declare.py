@@ -6,7 +6,7 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
-from murmuration.accounting.ledger.lines import PublicUse
+from murmuration.accounting.ledger.lines import PublicUse, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
@@ -38,8 +38,15 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     declare_public_uses(run, phase)
     for host in hosts_of(phase.index):
         run.writer.declare_store(phase.number, host)
-    if run.config.run.private_curves or run.folder.has_private_curves():
-        run.writer.declare_private_curves()
+    asked = run.config.run
+    words: dict[Word, bool] = {
+        "private_curves": asked.private_curves or run.folder.has_private_curves(),
+        "keep_key": asked.keep_key,
+        "witness": asked.witness is not None,
+    }
+    for word, holds in words.items():
+        if holds:
+            run.writer.declare_word(word)
     run.enter_log(log, phase.name, plan, records)
     return plan
 

@@ -132,12 +132,6 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
 
 # After the last step: public captions, the certificate, the report, all of them from the durable checkpoint.
 
-# Ledgers name the unit in the words of images.
-TEXTS = (
-    "The records of this run are texts without images: its unit is one record's text, whatever of it the model reads, "
-    "where the claim says an image."
-)
-
 
 def write_certificate(
     config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded, board: Board
@@ -148,7 +142,6 @@ def write_certificate(
         run_dir, journal, [RunLog.of(phase.index, config.run.registry) for phase in phases if phase.private],
         lambda: _described(config, phases, latest, board.times.day),
         lambda: [latest, *_best(config, run_dir, journal, latest)],
-        [TEXTS] if config.model.family == "gpt2" else [],
     )  # fmt: skip
     write_report(run_dir, config, document, shown)
     told = certificate.markdown(document)

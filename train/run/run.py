@@ -149,6 +149,7 @@ def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
     where = shlex.quote(str(run.folder.root))
     for about, command in NEXT:
         run.board.say(f"{about}: {command.replace('RUN_DIR', where)}")
+    run.board.say(f"signed with the key {run.writer.history.run['signer']} (account.py verify --signer)")
 
 
 def tell_state(run: RunContext, **state: object) -> None:

@@ -23,6 +23,13 @@ from murmuration.train.config.root import WITNESS_URLS
 SECONDS = 20
 
 
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would arrive elsewhere as a GET without the line: every 3xx is an error."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
 @dataclass(frozen=True)
 class Witness:
     """`target` is a URL or a command. A witness that cannot be reached is reported, and does not end the run."""
@@ -39,7 +46,7 @@ class Witness:
     def _tell(self, line: bytes) -> None:
         if self.target.startswith(WITNESS_URLS):
             request = urllib.request.Request(self.target, line, {"Content-Type": "application/json"}, method="POST")
-            with urllib.request.urlopen(request, timeout=SECONDS):
+            with urllib.request.build_opener(_Stay).open(request, timeout=SECONDS):
                 return
         subprocess.run(shlex.split(self.target), input=line, timeout=SECONDS, check=True, capture_output=True)
 
@@ -50,7 +57,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return "no answer in time"
     if isinstance(error, urllib.error.HTTPError):
-        return f"it answered {error.code}"
+        return f"it answered {error.code}{', a redirect, which is not followed' if 300 <= error.code < 400 else ''}"
     # Its text may contain the address, which is often all that one needs to write there.
     told = error.reason if isinstance(error, urllib.error.URLError) else error
     return f"{type(told).__name__}{f' {told.errno}' if isinstance(told, OSError) and told.errno else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.certificate import certificate
@@ -11,8 +12,10 @@ from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.certificate.signature import fault_of, signed
 from murmuration.accounting.certificate.statement import uncovered
 from murmuration.accounting.certificate.weights import list_digest, write_lists
-from murmuration.accounting.keys import load
-from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
+from murmuration.accounting.keys import destroy, load
+from murmuration.accounting.ledger.chain import Ledger, LedgerEntry, LedgerError
+from murmuration.accounting.ledger.heads import NAME as HEADS
+from murmuration.accounting.ledger.heads import logs_of, lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.strict_json import parse
@@ -36,9 +39,14 @@ WATCHED = (
     "end, and so roughly how long their records took. What is kept does not tell it (rates were timed on synthetic "
     "records, and files have the modification times that the run set), with two exceptions: at which step a start was "
     "ended by a clock, by hand or by a failure, and the change times that the file system itself notes, which no copy "
-    "carries."
+    "carries. What a witness was told, where there was one, is stated besides."
 )
 SECRET_FOLDER = "Everything is as private as the run directory's secret folder was while the run lasted."
+RETIRED = (
+    "The run was retired before its end, and no weights are certified. Neither is `machine` stated, nor are deviations "
+    "that only the program which trained knows of."
+)
+NO_LOG = "No log of runs outside the run directory is known, so other runs on the same records are not known."
 OF_THIS_TRAINER = (ALLOWANCE, KERNELS, WATCHED, SECRET_FOLDER)
 
 
@@ -68,6 +76,31 @@ def certify(
         document = completed(run_dir, document, kept())
     certificate.write(document, run_dir.root)
     return document
+
+
+def retire(root: Path) -> list[str]:
+    """Closes the ledger of a run that will not continue, certifies what it spent, destroys its key; says what it did.
+    Its trainer's own words, such as which machine it was, are not known here."""
+    run_dir = RunDir(root)
+    if not run_dir.ledger.is_file():
+        raise LedgerError(f"there is no ledger in {root}; name a run directory")
+    journal = Journal(Ledger.open(run_dir.ledger))
+    try:
+        name, secret, said = journal.history.run["name"], run_dir.key.parent, []
+        if journal.history.finished:
+            said.append(f"{name} was already finished; its certificate stays as it is")
+        else:
+            load(run_dir.key)
+            # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
+            journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(secret / HEADS)), "retired")
+            logs = [RunLog((file,)) for file in logs_of(root)]
+            certify(run_dir, journal, logs, dict, list, [RETIRED, *([] if logs else [NO_LOG])])
+            said.append(f"{name} is finished and certified as far as it went; it cannot be continued")
+        destroyed = [destroy(path) for path in (run_dir.key, secret / "new.key")]
+        said.append("its key is destroyed" if any(destroyed) else "there was no key left")
+    finally:
+        journal.ledger.close()
+    return said
 
 
 def siblings_of(logs: Sequence[RunLog], own: str) -> list[dict[str, Any]]:

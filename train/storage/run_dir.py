@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from murmuration.accounting.durable import atomic, sync
+from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.keys import KeyFileError, RunKey, load, store
 
 
@@ -142,21 +142,6 @@ def end_line(log: Path) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
                 file.write(b"\n")
-
-
-def whole_lines(log: Path) -> list[dict[str, Any]]:
-    """The entries of a log of JSON lines, without lines cut short by a kill; none if the log does not exist."""
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            entry = json.loads(line)  # not the strict parser: a loss may be NaN
-            if isinstance(entry, dict):
-                found.append(entry)
-    return found
 
 
 class Measurement(NamedTuple):

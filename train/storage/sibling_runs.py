@@ -27,6 +27,7 @@ from typing import Any, TypeGuard
 
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
+from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.accounting.strict_json import read
@@ -35,7 +36,6 @@ from murmuration.data.index.public_split import PublicSplit, SplitIndex, whole_o
 from murmuration.data.index.salt import BESIDE_RECORDS, SALT, folders_of, read_salt, readable_salt
 from murmuration.data.store.index_files import write_once
 from murmuration.data.store.place import RecordIndex, ShardError
-from murmuration.train.storage.run_dir import whole_lines
 
 LOG = "runs.jsonl"
 BESIDE_SHARDS = ".murmuration-runs.jsonl"

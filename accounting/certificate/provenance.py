@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from murmuration.accounting.certificate.weights import WeightsFileError, metadata_of
 from murmuration.accounting.escaping import first_line
 from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
@@ -64,9 +63,8 @@ class Provenance:
         """The provenance in a file's metadata; None if they contain none. A file that cannot be read at all is refused
         when its weights are read."""
         try:
-            with safe_open(str(path), "pt") as file:
-                text = (file.metadata() or {}).get(KEY)
-        except (SafetensorError, OSError):
+            text = metadata_of(path).get(KEY)
+        except (WeightsFileError, OSError):
             return None
         if text is None:
             return None
