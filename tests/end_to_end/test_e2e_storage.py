@@ -78,7 +78,7 @@ def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(launch: Make
     assert ended.codes == [0, 0] and "all opened steps stay charged" in ended.output, ended.output
     history = History.read(run_dir / "ledger.jsonl")[0]
     assert [segment.number for segment in history.segments] == [0, 1]
-    assert len(history.opened) == opened + TOY_STEPS - history.segments[1].from_step
+    assert history.steps()[0] == opened + TOY_STEPS - history.segments[1].from_step
     assert (run_dir / "checkpoints" / f"damaged-{newest.name}").is_dir()
 
 

@@ -346,11 +346,7 @@ def require_same_records(
     have to be computed from any of them.
     """
     ranks, here = run.ranks, (phase.number, segment.number)
-    steps = ranks.on_main(
-        lambda: sorted(
-            {at.step for at in run.writer.history.opened if (at.phase, at.segment) == here and at.step > done}
-        )
-    )
+    steps = ranks.on_main(lambda: range(done + 1, run.writer.history.progress[here].opened + 1))
     cache = phase.reading.cache_dir
     everyone = np.arange(phase.index.records if sampler is None else 0)
     drawn: set[int] = set()

@@ -12,7 +12,7 @@ from murmuration.accounting.certificate.signature import fault_of, signed
 from murmuration.accounting.certificate.statement import uncovered
 from murmuration.accounting.certificate.weights import list_digest, write_lists
 from murmuration.accounting.keys import load
-from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
+from murmuration.accounting.ledger.chain import LedgerError, Lines
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.strict_json import parse
@@ -81,7 +81,7 @@ def siblings_of(logs: Sequence[RunLog], own: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerEntry]) -> dict[str, Any] | None:
+def earlier_certificate(run_dir: RunDir, history: History, entries: Lines) -> dict[str, Any] | None:
     """The certificate of a finished run whose key is destroyed: nobody can sign another one. None where a new one can
     be written."""
     path = run_dir.root / "certificate.json"

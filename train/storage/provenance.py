@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from murmuration.accounting.escaping import first_line
-from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.strict_json import JsonError, parse, read
@@ -37,7 +37,7 @@ class Provenance:
     """Digests of the records that the last run, and those whose weights it began from, used as public."""
 
     @staticmethod
-    def of(history: History, entries: list[LedgerEntry]) -> Provenance:
+    def of(history: History, entries: Lines) -> Provenance:
         objection = history.why_not_private()
         # No objection: weights of public records alone, and those of a simulation, which were made as it says.
         harmless = {None, NOTHING_PRIVATE, *(str(plan.stands_for) for plan in history.plans.values())}
