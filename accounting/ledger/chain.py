@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
-from murmuration.accounting.durable import sync, try_lock
+from murmuration.accounting.durable import flush, naming, sync, try_lock
 from murmuration.accounting.errors import REFUSED, RunError
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError
 from murmuration.accounting.strict_json import parse as parse_json
@@ -228,7 +228,7 @@ class Ledger:
     def append(self, kind: str, **fields: Any) -> LedgerEntry:
         """Returns once the line is durable: the caller may then do what it announced."""
         entry, size = self._write(kind, fields)
-        os.fsync(self._descriptor)
+        flush(self._descriptor)
         self._broken = False
         self.entries.note(entry, size)
         return entry
@@ -238,7 +238,7 @@ class Ledger:
         The next line waits for it, too."""
         entry, size = self._write(kind, fields)
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="ledger")
-        self._syncing = self._thread.submit(os.fsync, self._descriptor)
+        self._syncing = self._thread.submit(flush, self._descriptor)
         self.entries.note(entry, size)
         return entry
 
@@ -255,7 +255,9 @@ class Ledger:
         if self._broken:
             raise LedgerError(f"{self.path} could not be written before; start again, and the ledger will be repaired")
         self._broken = True  # until this line is durable: a line after half a line would be lost with it
-        if os.write(self._descriptor, line) != len(line):
+        with naming(self._descriptor):
+            written = os.write(self._descriptor, line)
+        if written != len(line):
             raise LedgerError(f"{self.path}: the disk took only part of a line; free space and start again")
         return entry, len(line)
 

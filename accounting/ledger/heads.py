@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.durable import flush, naming
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.strict_json import parse, read
@@ -27,9 +28,11 @@ def append(path: Path, line: dict[str, Any], mode: int) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
     try:
         content = b"\n" + json.dumps(line).encode() + b"\n"
-        if os.write(descriptor, content) != len(content):
+        with naming(descriptor):
+            written = os.write(descriptor, content)
+        if written != len(content):
             raise OSError(errno.ENOSPC, "the disk took only part of a line", str(path))
-        os.fsync(descriptor)
+        flush(descriptor)
     finally:
         os.close(descriptor)
 

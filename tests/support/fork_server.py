@@ -65,11 +65,15 @@ class Counts:
 
 
 def watched(counts: Counts, rank: int, kill: dict[str, Any] | None) -> None:
-    """Every operation is counted; one of them is this process's last."""
+    """Every operation is counted; one of them is this process's last, or it fails with `errno` from there on."""
 
     def wrap(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def act(*arguments: Any, **options: Any) -> Any:
             here = counts.add(rank, kind)
+            if kill is not None and "errno" in kill:
+                if (kill["rank"], kill["kind"]) == (rank, kind) and here >= kill["at"]:
+                    raise OSError(kill["errno"], os.strerror(kill["errno"]))
+                return real(*arguments, **options)
             last = kill is not None and kill["rank"] == rank and (kill["kind"], kill["at"]) == (kind, here)
             if last and kill is not None and kill["before"]:
                 os.kill(os.getpid(), signal.SIGKILL)

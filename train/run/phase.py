@@ -70,6 +70,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     """Trains from the checkpoint (of this phase, or of the one before it) to the end of the phase."""
     if not phase.settings.trains:
         return run_without_steps(run, phase, loaded)
+    run.ranks.pulse.preparing = True
     resumed = loaded is not None and loaded.position.phase == phase.number
     model = initial_model(phase, loaded, resumed)
     plan = run.ranks.on_main(lambda: declare(run, phase))
