@@ -49,7 +49,7 @@ def on(ranks: int, *settings: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
 
 ROWS = {
     "banded": Row((BANDED,)),
-    "allocated": Row((PRIVATE + '.sampling="allocation"', PRIVATE + ".expected_batch=100")),
+    "allocated": Row((PRIVATE + '.sampling="allocation"', PRIVATE + ".expected_batch=75")),
     "exact": Row(('run.noise="exact"',)),
     "units": Row((f"phases.1.data.unit={json.dumps(PATIENT)}", "phases.1.data.rows_per_unit=3")),
     "views": Row((PRIVATE + ".views=2", PRIVATE + ".expected_batch=24")),
