@@ -47,7 +47,9 @@ def test_storage_that_fails_is_named_with_its_fix_and_costs_nothing_once_it_work
     ):  # fmt: skip
         ended = job.end(kill={"rank": 0, "kind": kind, "at": at, "errno": number})
         assert 2 in ended.codes and set(ended.codes) <= {2, 75}, (ended.codes, ended.output)
-        told = [line for line in ended.output.splitlines() if os.strerror(number) in line]
+        told = [
+            line for line in ended.output.splitlines() if f"] {os.strerror(number)}" in line or "could not be" in line
+        ]
         assert told and all("see that the disk or network file system works" in line for line in told), ended.output
         assert all(str(run_dir.parent) in line for line in told), told
         assert "Traceback" not in ended.output
