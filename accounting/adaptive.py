@@ -8,6 +8,8 @@ al., 2021, Differentially private learning with adaptive clipping.)
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Context, Decimal, localcontext
 
@@ -55,25 +57,30 @@ class AdaptiveRule:
 
 @dataclass
 class NormTrail:
-    """What C_t had to be at each step of one phase, as its ledger is read, and the C that follows from it. Keys are
-    (segment, step)."""
+    """What C_t had to be at each step of one phase, as its ledger is read, and the C that follows from it. A segment's
+    steps come one after the other."""
 
     rule: AdaptiveRule
     first: float
-    norms: dict[tuple[int, int], float] = field(default_factory=dict)
-    _following: dict[tuple[int, int], float] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+    """The first, last, lowest and highest C of a step."""
+    _following: dict[int, tuple[int, array[float]]] = field(default_factory=dict)
+    """Of each segment, the step that it began after, and the norms that its shares gave."""
 
     def opened(
         self, segment: int, step: int, begun_after: int, sigma: float, sensitivity: float, std: float
     ) -> None:  # fmt: skip
         """The norm that a step states by its sensitivity and noise must be the one that was released before it."""
-        if step == begun_after + 1:
-            possible = self._at_begin(segment, begun_after)
-        else:
-            possible = [self._following[segment, step - 1]] if (segment, step - 1) in self._following else []
+        before = range(segment) if step == begun_after + 1 else [segment]
+        possible = [self.first] if step == 1 else self._given(before, step - 1)
         for norm in possible:
             if std == sigma * norm and abs(sensitivity - norm) <= ROUNDING * norm:
-                self.norms[segment, step] = norm
+                lowest, highest = self.norms.get("lowest", norm), self.norms.get("highest", norm)
+                self.norms = {
+                    "first": self.norms.get("first", norm), "last": norm, "lowest": min(lowest, norm),
+                    "highest": max(highest, norm),
+                }  # fmt: skip
+                self._following.setdefault(segment, (begun_after, array("d")))
                 return
         expected = " or ".join(f"{norm:.9g}" for norm in possible) or "nothing"
         raise AdaptiveError(
@@ -81,26 +88,30 @@ class NormTrail:
             f"C = {expected} and noise of {sigma:g} times that"
         )
 
-    def _at_begin(self, segment: int, begun_after: int) -> list[float]:
-        """Norms that a segment may begin with: it continues from weights of an earlier one, which has those shares."""
-        if begun_after == 0:
-            return [self.first]
-        return [norm for (s, step), norm in self._following.items() if s < segment and step == begun_after]
+    def _given(self, segments: Iterable[int], step: int) -> list[float]:
+        """The norms that followed from this step in any of these segments."""
+        found = []
+        for segment in segments:
+            begun_after, norms = self._following.get(segment, (0, array("d")))
+            if 0 < step - begun_after <= len(norms):
+                found.append(norms[step - begun_after - 1])
+        return found
 
     def committed(self, segment: int, step: int, share: object) -> None:
         if not (isinstance(share, float) and math.isfinite(share)):
             raise AdaptiveError(f"step {step} was committed without its share of clipped records")
-        self._following[segment, step] = self.rule.following(self.norms[segment, step], share)
+        self._following[segment][1].append(self.rule.following(self.norms["last"], share))
 
     def after(self, segment: int, step: int) -> float:
         """C of the step after a checkpoint of this step, which was made in this segment or is what it began with."""
         if step == 0:
             return self.first
-        made_in = [s for s, t in self._following if t == step and s <= segment]
-        if not made_in:
+        given = self._given(range(segment + 1), step)
+        if not given:
             raise AdaptiveError(f"the ledger holds no clipping norm after step {step}")
-        return self._following[max(made_in), step]
+        return given[-1]
 
     def told(self, segment: int) -> int:
         """The last step whose share is in the ledger; 0 if none is."""
-        return max((step for s, step in self._following if s == segment), default=0)
+        begun_after, norms = self._following.get(segment, (0, array("d")))
+        return begun_after + len(norms) if norms else 0

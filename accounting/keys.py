@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, get_args, overload
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from murmuration.accounting.durable import sync
+from murmuration.accounting.durable import flush, remedy, sync
 from murmuration.accounting.errors import REFUSED, RunError, written_before
 from murmuration.accounting.strict_json import parse
 
@@ -156,7 +156,7 @@ def store(key: RunKey, path: Path) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(_text(key))
         file.flush()
-        os.fsync(file.fileno())
+        flush(file.fileno())
 
 
 def rewrite(key: RunKey, path: Path) -> None:
@@ -176,8 +176,8 @@ def rewrite(key: RunKey, path: Path) -> None:
         with contextlib.suppress(OSError):
             _overwrite_and_remove(aside)
         raise KeyNotWritten(
-            f"{path} could not be rewritten ({error.strerror or error}); the last checkpoint is whole: free space or "
-            "restore the permissions, then start the same command again"
+            f"{path} could not be rewritten ({error.strerror or error}); the last checkpoint is whole: "
+            f"{remedy(error)}, then start the same command again"
         ) from None
 
 
@@ -255,4 +255,4 @@ def _overwrite_and_remove(path: Path) -> bool:
 def _overwrite(file: Any) -> None:
     file.write(secrets.token_bytes(os.fstat(file.fileno()).st_size))
     file.flush()
-    os.fsync(file.fileno())
+    flush(file.fileno())

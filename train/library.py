@@ -652,8 +652,8 @@ class PrivateTraining:
 
     def _continued_within(self) -> bool:
         together = max(self.plan.bands, self.plan.slots)
-        entries = self._run.writer.ledger.entries
-        return any(entry.kind == "resume" and entry.fields["step"] % together for entry in entries)
+        acts = self._run.writer.ledger.entries.acts
+        return any(entry.kind == "resume" and entry.fields["step"] % together for entry in acts)
 
     def close(self) -> None:
         """Lets go of readers, engine and the ledger's lock; the run can be continued."""

@@ -19,7 +19,6 @@ from murmuration.accounting.certificate.weights import (
     read_lists,
 )
 from murmuration.accounting.errors import RunError
-from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.heads import log_with_signer
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
@@ -41,7 +40,7 @@ class Attached:
 
 
 def check_attached(
-    folder: Path, certificate: dict[str, Any], history: History, entries: list[LedgerEntry], signer: str | None = None
+    folder: Path, certificate: dict[str, Any], history: History, signer: str | None = None
 ) -> Attached:
     """`signer` is the public key that the reader has from another source."""
     found = Attached(history.run["signer"])
@@ -58,7 +57,7 @@ def check_attached(
             "--signer"
         )
     _check_weights(folder, certificate, found)
-    made_from = Provenance.of(history, entries)
+    made_from = Provenance.of(history)
     for path in sorted(folder.glob("*.safetensors")):
         _check_provenance(path, made_from, found)
     return found

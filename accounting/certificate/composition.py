@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.statement import claim_of
 from murmuration.accounting.epsilon.accountant import epsilon, merge
-from murmuration.accounting.ledger.chain import LedgerEntry, LedgerError
+from murmuration.accounting.ledger.chain import LedgerError, Lines
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import Event
 from murmuration.accounting.unit import RECORD, unit_in_words
@@ -36,7 +37,7 @@ class Known:
     epsilon: float
     delta: float
     history: History | None = None
-    entries: Sequence[LedgerEntry] = ()
+    entries: Lines | None = None
     unit: str = RECORD
     """What its promise is about, in words."""
 
@@ -75,7 +76,7 @@ def _known(lines: list[dict[str, Any]]) -> Known:
     return Known(history.run["name"], first["id"], True, claimed, history.claimed_delta(), history, entries, unit)
 
 
-def _ledger(folder: object, run: str) -> tuple[History, list[LedgerEntry]] | None:
+def _ledger(folder: object, run: str) -> tuple[History, Lines] | None:
     try:
         history, entries = History.read(Path(str(folder)) / "ledger.jsonl")
     except (OSError, LedgerError):
@@ -83,7 +84,7 @@ def _ledger(folder: object, run: str) -> tuple[History, list[LedgerEntry]] | Non
     return (history, entries) if history.run_id == run and history.plans else None
 
 
-def composed(history: History, entries: Sequence[LedgerEntry], claimed: float, others: list[Known]) -> dict[str, Any]:
+def composed(history: History, entries: Lines, claimed: float, others: list[Known]) -> dict[str, Any]:
     """`claimed` is this run's own epsilon. Without any other run there is nothing to add up."""
     delta = history.claimed_delta()
     runs = [{"run": history.run["name"], "id": history.run_id, "epsilon": claimed, "delta": delta, "by": _by(history)}]
@@ -98,7 +99,7 @@ def composed(history: History, entries: Sequence[LedgerEntry], claimed: float, o
         )
         return {"runs": [_shown(run) for run in runs], "epsilon_sum": None, "because": because}
     everyone = [(history, entries), *((o.history, o.entries) for o in others)]
-    at_hand = [(found, lines) for found, lines in everyone if found is not None and _by(found) == "ledger"]
+    at_hand = [(found, lines) for found, lines in everyone if found and lines and _by(found) == "ledger"]
     events = merge(_all_events(at_hand))
     return total(runs, [event.as_dict() for event in events], history.delta())
 
@@ -128,13 +129,13 @@ def _shown(run: dict[str, Any]) -> dict[str, Any]:
     return {**run, "epsilon": run["epsilon"] if math.isfinite(run["epsilon"]) else None}
 
 
-def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Event]:
+def _all_events(ledgers: list[tuple[History, Lines]]) -> list[Event]:
     """Steps that a copied run made before it was copied are in several ledgers, and are counted once."""
-    counted: list[Sequence[LedgerEntry]] = []
+    counted: list[Lines] = []
     events: list[Event] = []
     for history, entries in ledgers:
         shared = max((_common(entries, other) for other in counted), default=0)
-        before = Counter({each.kind: each.count for each in History.of(entries[:shared]).charged(fewest=True)})
+        before = Counter({each.kind: each.count for each in History.of(islice(entries, shared)).charged(fewest=True)})
         claimed, _ = claimed_events(history, history.finished)  # an unfinished run counts up to its whole budget
         own = Counter({each.kind: each.count for each in claimed or ()})
         events += [replace(kind, count=count) for kind, count in (own - before).items()]
@@ -142,7 +143,7 @@ def _all_events(ledgers: list[tuple[History, Sequence[LedgerEntry]]]) -> list[Ev
     return events
 
 
-def _common(one: Sequence[LedgerEntry], other: Sequence[LedgerEntry]) -> int:
+def _common(one: Lines, other: Lines) -> int:
     """Length of the common prefix of two ledgers: each line's hash covers all lines before it."""
     low, high = 0, min(len(one), len(other))
     while low < high:

@@ -10,7 +10,6 @@ from typing import Any
 
 from murmuration.accounting.certificate.weights import WeightsFileError, metadata_of
 from murmuration.accounting.escaping import first_line
-from murmuration.accounting.ledger.chain import LedgerEntry
 from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.strict_json import JsonError, parse, read
@@ -36,7 +35,7 @@ class Provenance:
     """Digests of the records that the last run, and those whose weights it began from, used as public."""
 
     @staticmethod
-    def of(history: History, entries: list[LedgerEntry]) -> Provenance:
+    def of(history: History) -> Provenance:
         objection = history.why_not_private()
         # No objection: weights of public records alone, and those of a simulation, which were made as it says.
         harmless = {None, NOTHING_PRIVATE, *(str(plan.stands_for) for plan in history.plans.values())}
@@ -45,7 +44,7 @@ class Provenance:
             own = tuple(sorted({segment.manifest_digest for segment in history.segments}))
             promised = (history.budget(), history.delta())
             unit = None if history.unit is None else unit_in_words(history.unit)
-            origins = (*origins, Origin(history.run["name"], entries[0].hash, *promised, own, unit))
+            origins = (*origins, Origin(history.run["name"], history.ids[0], *promised, own, unit))
         return Provenance(origins, None if objection in harmless else objection, history.without_noise())
 
     def metadata(self) -> dict[str, str]:

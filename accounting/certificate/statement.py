@@ -11,7 +11,7 @@ from murmuration.accounting.days import stated as stated_days
 from murmuration.accounting.epsilon.accountant import describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import Word
@@ -97,7 +97,7 @@ FOREIGN_WEIGHTS = (
 
 
 def compose(
-    history: History, entries: list[LedgerEntry], extra: dict[str, Any]
+    history: History, entries: Lines, extra: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     """Everything a reader needs to recompute the claim. `extra` is what the ledger does not contain: hashes, the
     deviations of this trainer, `about` (a description of the data, who is responsible), `model`, `siblings` (other runs
@@ -145,7 +145,7 @@ def compose(
         "tuned_on_private_data": tunings,
         "known_deviations": deviations_of(history) + deviations,
         **added,
-        "ledger": {"length": len(entries), "head": entries[-1].hash},
+        "ledger": {"length": len(entries), "head": entries.head},
     }
 
 
@@ -195,15 +195,15 @@ def deviations_of(history: History) -> list[str]:
     return found + [origin.deviation(unit_in_words(history.unit)) for origin in history.origins]
 
 
-def uncovered(entries: list[LedgerEntry], document: dict[str, Any]) -> bool:
+def uncovered(entries: Lines, document: dict[str, Any]) -> bool:
     """Whether the ledger goes on, after the lines that the certificate covers, with any that it would have to cover."""
     return any(entry.kind in UNCOVERED for entry in entries[document["ledger"]["length"] :])
 
 
 def _all_exact(history: History) -> bool:
     """Whether every private step drew exact noise; for steps whose lines were lost, the generator is unknown."""
-    steps = (*history.opened.values(), *history.committed.values())
-    return bool(steps) and not history.lost and all(facts.noise.generator == EXACT for facts in steps)
+    sources = {generator for _, generator, _ in history.acting.values()}
+    return sources == {EXACT} and not history.lost and not history.faults
 
 
 def _phase(history: History, index: int) -> dict[str, Any]:
@@ -216,6 +216,7 @@ def _phase(history: History, index: int) -> dict[str, Any]:
             "data_declared_public": history.nonprivate[index],
         }
     faulty = bool(history.faults)
+    opened, committed = history.steps(index)
     return {
         "phase": index,
         "name": name,
@@ -223,8 +224,8 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         "plan": plan.as_dict(),
         "sampling_rate": plan.sampling_rate,
         **({} if plan.banded is None else {"banded": _banded(plan, plan.banded)}),
-        "steps_opened": sum(1 for s in history.opened if s.phase == index),
-        "steps_committed": sum(1 for s in history.committed if s.phase == index),
+        "steps_opened": opened,
+        "steps_committed": committed,
         "segments": len(history.segments_of(index)),
         "events": [
             {"mechanism": ALLOCATED if event.slots > 1 else POISSON, **event.as_dict()}
@@ -247,10 +248,7 @@ def _banded(plan: PrivacyPlan, matrix: BandedNoise) -> dict[str, Any]:
 def _clip_norms(history: History, index: int) -> dict[str, float]:
     """If C adapts: its first, last, lowest and highest values."""
     trail = history.trails.get(index)
-    if trail is None or not trail.norms:
-        return {}
-    norms = list(trail.norms.values())
-    return {"first": norms[0], "last": norms[-1], "lowest": min(norms), "highest": max(norms)}
+    return {} if trail is None else trail.norms
 
 
 def _said(history: History, objection: str | None, claimed: float, delta: float) -> str:

@@ -16,7 +16,7 @@ from murmuration.accounting.certificate.statement import FORMAT, compose, deviat
 from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant
 from murmuration.accounting.errors import AccountingError, written_before
-from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import lost_charges, read_heads, uncharged, unknown
 from murmuration.accounting.ledger.history import History
@@ -81,13 +81,14 @@ def verify(
     spent = history.epsilon(accountant) if private else 0.0
     if private and accountant == "pld" and spent > history.budget() * (1 + AGREEMENT):
         raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
+    opened, committed = history.steps()
     certified = claimed = because = attached = None
     if certificate_path.is_file():
         try:
             certificate = parse(certificate_path.read_bytes())
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
-            attached = check_attached(run_dir, certificate, history, entries, signer)
+            attached = check_attached(run_dir, certificate, history, signer)
             if certificate_path.name == "certificate.json":
                 _check_pages(run_dir, certificate, attached)
         except (CertificateError, AccountingError):
@@ -99,18 +100,18 @@ def verify(
     return Verdict(
         run=history.run["name"], objection=history.why_not_private(), epsilon=spent,
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
-        opened=len(history.opened), committed=len(history.committed), lines=len(entries), head=entries[-1].hash,
+        opened=opened, committed=committed, lines=len(entries), head=entries.head,
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
     )  # fmt: skip
 
 
-def _check_heads(run_dir: Path, witness: Path | None, history: History, entries: list[LedgerEntry]) -> None:
+def _check_heads(run_dir: Path, witness: Path | None, history: History, entries: Lines) -> None:
     _require_newest(run_dir, history, entries)
     if witness is not None:
         _check_witness(witness, history, entries)
 
 
-def _require_newest(run_dir: Path, history: History, entries: list[LedgerEntry]) -> None:
+def _require_newest(run_dir: Path, history: History, entries: Lines) -> None:
     """Checks against the secret folder, if there is one: exports and copies of the public files have none."""
     try:
         noted = read_heads(run_dir / "secret" / HEADS)
@@ -127,7 +128,7 @@ def _require_newest(run_dir: Path, history: History, entries: list[LedgerEntry])
         )
 
 
-def _check_witness(witness: Path, history: History, entries: list[LedgerEntry]) -> None:
+def _check_witness(witness: Path, history: History, entries: Lines) -> None:
     told = [head for head in read_heads(witness) if head.ledger_of in history.ids]
     if not told:
         raise CertificateError(f"{witness} has no head of this run; give the file that its witness recorded")
@@ -143,7 +144,7 @@ def _check_witness(witness: Path, history: History, entries: list[LedgerEntry]) 
         )
 
 
-def _check_checkpoints(run_dir: Path, entries: list[LedgerEntry]) -> int:
+def _check_checkpoints(run_dir: Path, entries: Lines) -> int:
     """A truncated ledger is a valid shorter ledger, but checkpoints written later record how long it had been."""
     manifests = sorted(run_dir.glob("checkpoints/phase*-step*/manifest.json"))
     for manifest in manifests:
@@ -171,7 +172,7 @@ def _check_pages(run_dir: Path, certificate: dict[str, Any], found: Attached) ->
             )
 
 
-def _require_line(entries: list[LedgerEntry], length: int, head: str, witness: str) -> None:
+def _require_line(entries: Lines, length: int, head: str, witness: str) -> None:
     if len(entries) < length:
         raise CertificateError(
             f"the ledger has {len(entries)} lines but {witness} was written after {length}: lines were removed"
@@ -180,7 +181,7 @@ def _require_line(entries: list[LedgerEntry], length: int, head: str, witness: s
         raise CertificateError(f"ledger line {length} is not the one that {witness} names as its head")
 
 
-def _compare(certificate: dict[str, Any], history: History, entries: list[LedgerEntry]) -> float | None:
+def _compare(certificate: dict[str, Any], history: History, entries: Lines) -> float | None:
     if certificate["format"] in BEFORE or (certificate["format"] == FORMAT and "limits" not in certificate):
         raise CertificateError(written_before("the certificate", "nothing here can check it"))
     if certificate["format"] != FORMAT:

@@ -7,23 +7,30 @@ place. Nothing in it depends on private values: set digests are keyed, there are
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from murmuration.accounting.durable import sync, try_lock
+from murmuration.accounting.durable import flush, naming, sync, try_lock
 from murmuration.accounting.errors import REFUSED, RunError
-from murmuration.accounting.strict_json import JsonError
+from murmuration.accounting.strict_json import MOST_DEPTH, JsonError
 from murmuration.accounting.strict_json import parse as parse_json
 
 FORMAT = "murmuration-ledger/1"
 GENESIS = "0" * 64
+LONG = re.compile(rb"[:,\[]-?[0-9]{19}")
+STEPS = ("open", "commit")
+"""Kinds of the lines that steps write."""
 
 
 class LedgerError(RunError, RuntimeError):
@@ -45,8 +52,11 @@ class LedgerEntry:
         return _canonical({**body, "hash": self.hash}) + b"\n"
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _body(index: int, kind: str, fields: dict[str, Any], previous: str) -> dict[str, Any]:
@@ -58,39 +68,109 @@ def make_entry(index: int, kind: str, fields: dict[str, Any], previous: str) -> 
     return LedgerEntry(index, kind, fields, previous, digest)
 
 
-def parse(content: bytes, name: str = "ledger.jsonl") -> list[LedgerEntry]:
-    """Every entry, or a LedgerError that names the first line that is not as it was written."""
-    entries: list[LedgerEntry] = []
-    previous = GENESIS
-    lines = content.split(b"\n")
-    if lines.pop() != b"":
-        raise LedgerError(f"{name} line {len(lines) + 1}: the line is torn or its end was changed")
-    for index, raw in enumerate(lines):
-        where = f"{name} line {index + 1}"
-        try:
-            value = parse_json(raw)
-        except JsonError as error:
-            raise LedgerError(f"{where}: the line {error}; it was changed after it was written") from None
-        known = isinstance(value, dict) and {"index", "kind", "previous", "hash"} <= value.keys()
-        if not known or not isinstance(value["kind"], str):
-            raise LedgerError(f"{where}: not a ledger entry")
-        fields = {k: v for k, v in value.items() if k not in ("index", "kind", "previous", "hash")}
-        if value["index"] != index or value["previous"] != previous:
-            raise LedgerError(f"{where}: does not follow the line before it; a line was removed, added or changed")
-        entry = make_entry(index, value["kind"], fields, previous)
-        if entry.hash != value["hash"] or entry.line() != raw + b"\n":
-            raise LedgerError(f"{where}: its content does not match its hash, so it was changed after it was written")
-        entries.append(entry)
-        previous = entry.hash
-    return entries
+def _follow(raw: bytes, index: int, previous: str, name: str) -> LedgerEntry:
+    where = f"{name} line {index + 1}"
+    if not raw.endswith(b"\n"):
+        raise LedgerError(f"{where}: the line is torn or its end was changed")
+    raw = raw[:-1]
+    try:
+        value, canonical = _value(raw)
+    except JsonError as error:
+        raise LedgerError(f"{where}: the line {error}; it was changed after it was written") from None
+    known = isinstance(value, dict) and {"index", "kind", "previous", "hash"} <= value.keys()
+    if not known or not isinstance(value["kind"], str):
+        raise LedgerError(f"{where}: not a ledger entry")
+    if type(value["index"]) is not int or value["index"] != index or value["previous"] != previous:
+        raise LedgerError(f"{where}: does not follow the line before it; a line was removed, added or changed")
+    # What was hashed is the line without its hash, whose name is never the last.
+    body = raw.replace(f'"hash":"{value["hash"]}",'.encode(errors="replace"), b"", 1)
+    if not canonical or hashlib.sha256(body).hexdigest() != value["hash"]:
+        raise LedgerError(f"{where}: its content does not match its hash, so it was changed after it was written")
+    return _entry(value)
+
+
+def _value(raw: bytes) -> tuple[Any, bool]:
+    """What a line says, and whether in the bytes that we write. Those name no key twice and hold no NaN, so that only
+    depth and long integers are left to the strict reader, which takes most of the time of reading a long ledger."""
+    if raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH and not LONG.search(raw):
+        with contextlib.suppress(ValueError):
+            value = json.loads(raw.decode())
+            if _canonical(value) == raw:
+                return value, True
+    value = parse_json(raw)
+    return value, _canonical(value) == raw
+
+
+def _entry(value: dict[str, Any]) -> LedgerEntry:
+    index, kind, previous, digest = (value.pop(name) for name in ("index", "kind", "previous", "hash"))
+    return LedgerEntry(index, kind, value, previous, digest)
+
+
+class Lines(Sequence[LedgerEntry]):
+    """The lines of a ledger. They stay in its file, since there may be millions: in memory are the place where each
+    ends, and those that belong to no step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.head = GENESIS
+        self.acts: list[LedgerEntry] = []
+        """All lines but those that open or commit a step."""
+        self._ends = array("Q")
+
+    def load(self) -> Iterator[LedgerEntry]:
+        """Each line of the file, checked and noted; a LedgerError names the first that is not as it was written."""
+        with self.path.open("rb") as file:
+            for raw in file:
+                yield self.follow(raw)
+
+    def follow(self, raw: bytes) -> LedgerEntry:
+        """The next line."""
+        entry = _follow(raw, len(self), self.head, self.path.name)
+        self.note(entry, len(raw))
+        return entry
+
+    def note(self, entry: LedgerEntry, size: int) -> None:
+        """A line of so many bytes that was appended."""
+        self._ends.append(self.size + size)
+        self.head = entry.hash
+        if entry.kind not in STEPS:
+            self.acts.append(entry)
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, place: int) -> LedgerEntry: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[LedgerEntry]: ...
+
+    def __getitem__(self, place: int | slice) -> LedgerEntry | list[LedgerEntry]:
+        if isinstance(place, slice):
+            return list(self._between(*place.indices(len(self))[:2]))
+        at = range(len(self))[place]
+        return next(self._between(at, at + 1))
+
+    def __iter__(self) -> Iterator[LedgerEntry]:
+        return self._between(0, len(self))
+
+    def _between(self, first: int, last: int) -> Iterator[LedgerEntry]:
+        with self.path.open("rb") as file:
+            file.seek(self._ends[first - 1] if first else 0)
+            for raw in islice(file, max(0, last - first)):
+                yield _entry(json.loads(raw))  # it was checked before
 
 
 class Ledger:
     """The one writer of a ledger file. Holds an exclusive lock until closed."""
 
-    def __init__(self, path: Path, entries: list[LedgerEntry], descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self.entries = entries
+        self.entries = Lines(path)
         self._descriptor = descriptor
         self._broken = False
         self._thread: ThreadPoolExecutor | None = None
@@ -109,25 +189,28 @@ class Ledger:
             _lock(descriptor, path, wait_seconds, say)
             if fresh:
                 sync(path.parent)
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            entries = parse(whole, path.name)
-            ledger = cls(path, entries, descriptor)
-            if len(whole) != len(content):
-                ledger._mend(content[len(whole) :], len(whole))
+            ledger = cls(path, descriptor)
+            ledger._load()
         except BaseException:
             os.close(descriptor)
             raise
         return ledger
 
-    def _mend(self, tail: bytes, whole: int) -> None:
+    def _load(self) -> None:
+        with self.path.open("rb") as file:
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    return self._mend(raw)
+                self.entries.follow(raw)
+        return None
+
+    def _mend(self, tail: bytes) -> None:
         try:
-            completed = parse(b"".join(entry.line() for entry in self.entries) + tail + b"\n", self.path.name)
+            self.entries.follow(tail + b"\n")
         except LedgerError:
-            os.ftruncate(self._descriptor, whole)
+            os.ftruncate(self._descriptor, self.entries.size)
         else:
             os.write(self._descriptor, b"\n")
-            self.entries = completed
         if self.entries:  # a ledger's first line describes the run, so an empty one stays empty
             self.append("recovered", torn_bytes=len(tail))
 
@@ -135,7 +218,7 @@ class Ledger:
     def head(self) -> str:
         """Hash of the last durable line: anyone who notes it elsewhere may hold the ledger to it."""
         self.settle()
-        return self.entries[-1].hash if self.entries else GENESIS
+        return self.entries.head
 
     @property
     def length(self) -> int:
@@ -144,19 +227,19 @@ class Ledger:
 
     def append(self, kind: str, **fields: Any) -> LedgerEntry:
         """Returns once the line is durable: the caller may then do what it announced."""
-        entry = self._write(kind, fields)
-        os.fsync(self._descriptor)
+        entry, size = self._write(kind, fields)
+        flush(self._descriptor)
         self._broken = False
-        self.entries.append(entry)
+        self.entries.note(entry, size)
         return entry
 
     def append_soon(self, kind: str, **fields: Any) -> LedgerEntry:
         """Returns while the line is on its way to the disk: what it announced may be done once `settle` has returned.
         The next line waits for it, too."""
-        entry = self._write(kind, fields)
+        entry, size = self._write(kind, fields)
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="ledger")
-        self._syncing = self._thread.submit(os.fsync, self._descriptor)
-        self.entries.append(entry)
+        self._syncing = self._thread.submit(flush, self._descriptor)
+        self.entries.note(entry, size)
         return entry
 
     def settle(self) -> None:
@@ -166,15 +249,17 @@ class Ledger:
             syncing.result()
             self._broken = False
 
-    def _write(self, kind: str, fields: dict[str, Any]) -> LedgerEntry:
+    def _write(self, kind: str, fields: dict[str, Any]) -> tuple[LedgerEntry, int]:
         entry = make_entry(self.length, kind, json.loads(_canonical(fields)), self.head)
         line = entry.line()
         if self._broken:
             raise LedgerError(f"{self.path} could not be written before; start again, and the ledger will be repaired")
         self._broken = True  # until this line is durable: a line after half a line would be lost with it
-        if os.write(self._descriptor, line) != len(line):
+        with naming(self._descriptor):
+            written = os.write(self._descriptor, line)
+        if written != len(line):
             raise LedgerError(f"{self.path}: the disk took only part of a line; free space and start again")
-        return entry
+        return entry, len(line)
 
     def close(self) -> None:
         """Lets go of the file and its lock. What was on its way to the disk gets there first."""

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from murmuration.accounting.durable import flush, naming
 from murmuration.accounting.strict_json import parse
 
 if TYPE_CHECKING:
@@ -57,8 +58,9 @@ def _remember(ledger: Path, secret: Path) -> None:
     try:
         text = json.dumps(_identity(ledger, secret)).encode()
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, text)
-        os.fsync(descriptor)
+        with naming(descriptor):
+            os.write(descriptor, text)
+        flush(descriptor)
     finally:
         os.close(descriptor)
 

@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.durable import flush, naming
 from murmuration.accounting.json_lines import whole_lines
-from murmuration.accounting.ledger.chain import LedgerEntry
+from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.strict_json import parse, read
 
@@ -29,9 +30,11 @@ def append(path: Path, line: dict[str, Any], mode: int) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
     try:
         content = b"\n" + json.dumps(line).encode() + b"\n"
-        if os.write(descriptor, content) != len(content):
+        with naming(descriptor):
+            written = os.write(descriptor, content)
+        if written != len(content):
             raise OSError(errno.ENOSPC, "the disk took only part of a line", str(path))
-        os.fsync(descriptor)
+        flush(descriptor)
     finally:
         os.close(descriptor)
 
@@ -82,7 +85,7 @@ def read_heads(path: Path) -> list[Head]:
         return []
 
 
-def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple[Head, list[Charge]] | None:
+def lost_charges(entries: Lines, noted: Sequence[Head]) -> tuple[Head, list[Charge]] | None:
     """The newest head that this ledger does not contain, and what was charged since the two diverged.
 
     All heads are checked, not just the last: two ledgers of one run (a cloned machine) may note theirs alternately.
@@ -103,9 +106,9 @@ def lost_charges(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> tuple
     return newest, lost
 
 
-def unknown(entries: Sequence[LedgerEntry], noted: Sequence[Head]) -> list[int]:
+def unknown(entries: Lines, noted: Sequence[Head]) -> list[int]:
     """Places of the heads that this ledger does not contain, after the last one whose charges it took over."""
-    taken_over = {entry.fields.get("head") for entry in entries if entry.kind == "lost"}
+    taken_over = _taken_over(entries)
     since = max((place for place, head in enumerate(noted, 1) if head.head in taken_over), default=0)
     return [place for place, head in enumerate(noted) if place >= since and not contains(entries, head)]
 
@@ -130,7 +133,12 @@ def uncharged(charged: Sequence[Charge], noted: Sequence[Head]) -> Head | None:
     return None
 
 
-def contains(entries: Sequence[LedgerEntry], head: Head) -> bool:
-    if any(entry.kind == "lost" and entry.fields.get("head") == head.head for entry in entries):
-        return True  # its charges were already taken over
+def contains(entries: Lines, head: Head) -> bool:
+    if head.head in _taken_over(entries):
+        return True
     return 0 < head.length <= len(entries) and entries[head.length - 1].hash == head.head
+
+
+def _taken_over(entries: Lines) -> set[Any]:
+    """Heads whose charges this ledger took over."""
+    return {entry.fields.get("head") for entry in entries.acts if entry.kind == "lost"}

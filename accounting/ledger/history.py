@@ -5,7 +5,6 @@ Every opened step is charged, committed or not, in whichever segment; a step rep
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,7 @@ from murmuration.accounting.adaptive import ROUNDING, NormTrail
 from murmuration.accounting.epsilon.accountant import Accountant, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.errors import AccountingError, written_before
-from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, parse
+from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, Lines
 from murmuration.accounting.ledger.facts import (
     Charge,
     CheckpointMark,
@@ -58,6 +57,15 @@ NOTHING_PRIVATE = "NOT PRIVATE: no phase of this run was private"
 
 
 @dataclass
+class Progress:
+    """The step that a segment began after, and the last ones that were opened and committed in it."""
+
+    begun: int
+    opened: int
+    committed: int
+
+
+@dataclass
 class History:
     """The ledger, read from its first line to its last."""
 
@@ -68,12 +76,15 @@ class History:
     """Phases without clipping and noise, and whether their data were declared public every time."""
     public_manifests: dict[int, set[str]] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
-    opened: dict[StepId, StepFacts] = field(default_factory=dict)
-    committed: dict[StepId, StepFacts] = field(default_factory=dict)
+    progress: dict[tuple[int, int], Progress] = field(default_factory=dict)
+    """How far each phase's segment came."""
+    recent: dict[StepId, list[StepFacts]] = field(default_factory=dict)
+    """What was announced for each step since the newest checkpoint or segment, and what it did if it was committed:
+    no earlier one may be replayed."""
+    shares: dict[StepId, float] = field(default_factory=dict)
+    """The noised share that each of them released for the next norm, if it was committed."""
     trails: dict[int, NormTrail] = field(default_factory=dict)
     """Clipping norms of phases that adapt them."""
-    shares: dict[StepId, float] = field(default_factory=dict)
-    """The noised share that a committed step released for the next norm."""
     checkpoints: list[CheckpointMark] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # steps that did what no epsilon covers
     late_plans: list[int] = field(default_factory=list)  # phases whose plan may depend on steps opened before
@@ -86,15 +97,17 @@ class History:
     earlier: list[EarlierLine] = field(default_factory=list)  # records without noise, in what this run began with
     finished: bool = False
     _line: int = 0
-    _charged: dict[StepId, tuple[StepFacts, StepFacts, Event]] = field(default_factory=dict, compare=False, repr=False)
-    """What was last charged for each step, and the facts that this follows from."""
-    _turns: dict[tuple[int, Event], Counter[int]] = field(default_factory=dict, compare=False, repr=False)
-    """Where records take turns: how often steps of the same kind were opened for each part."""
-    _epochs: dict[tuple[int, int, int], float] = field(default_factory=dict, compare=False, repr=False)
-    """Where records are allocated: the least noise that was announced for a step of each phase's, segment's epoch."""
-    _uneven: set[int] = field(default_factory=set, compare=False, repr=False)
+    _charged: dict[tuple[int, Event], Counter[int]] = field(default_factory=dict, repr=False)
+    """How many steps of each phase and kind drew from each part of the records, where those take turns; of epochs,
+    where records are allocated."""
+    _last: tuple[StepId, Event] | None = field(default=None, repr=False)
+    """The step that was opened last, and what it, or its epoch up to it, is charged."""
+    _same: tuple[tuple[Any, ...], Event] | None = field(default=None, compare=False, repr=False)
+    _faulty: dict[int, str] = field(default_factory=dict)
+    """The first fault of each phase that has one."""
+    _uneven: set[int] = field(default_factory=set, repr=False)
     """Phases of which some step did something else than it had announced."""
-    _acting: dict[tuple[int, int], tuple[str, str, int]] = field(default_factory=dict)
+    acting: dict[tuple[int, int], tuple[str, str, int]] = field(default_factory=dict)
     """Clipping rule, source of noise and trained elements of each segment, which its config fixes."""
     segment_lines: dict[tuple[int, int], int] = field(default_factory=dict)
     """How long the ledger was before each segment: what was written before belongs to an earlier one."""
@@ -117,13 +130,14 @@ class History:
         return history
 
     @staticmethod
-    def read(path: Path) -> tuple[History, list[LedgerEntry]]:
+    def read(path: Path) -> tuple[History, Lines]:
         if not path.is_file():
             raise LedgerError(f"there is no ledger at {path}; name the run directory that holds ledger.jsonl")
-        entries = parse(path.read_bytes(), path.name)
+        entries = Lines(path)
+        history = History.of(entries.load())
         if not entries:
             raise LedgerError(f"{path} is empty, so it describes no run; restore it, or name another run directory")
-        return History.of(entries), entries
+        return history, entries
 
     def take(self, entry: LedgerEntry) -> None:
         if entry.kind not in LINES:
@@ -160,7 +174,7 @@ class History:
         if other := next((known.unit for known in self.plans.values() if known.unit != plan.unit), None):
             raise ValueError(f"the plan protects {plan.unit}, but an earlier phase protects {other}: no one claim")
         Event.of_plan(plan)  # refused if it is no mechanism
-        if self.opened:
+        if self._last is not None:
             self.late_plans.append(phase)
         self.plans[phase] = plan
         if plan.adaptive is not None:
@@ -186,19 +200,24 @@ class History:
         self.marks_before[segment.phase, segment.number] = len(self.checkpoints)
         self.segment_lines[segment.phase, segment.number] = self._line
         self.segments.append(segment)
+        self.progress[segment.phase, segment.number] = Progress(*[segment.from_step] * 3)
+        self.recent.clear()
+        self.shares.clear()
 
     def _open(self, line: StepLine) -> None:
         step_id, facts = line.step_id, line.facts
-        if step_id in self.opened:
-            raise ValueError(f"{step_id} was opened before; a replayed step is not written twice")
         segment = self._require_current(step_id)
-        plan = self.plans[step_id.phase]
+        plan, done = self.plans[step_id.phase], self.progress[step_id.phase, step_id.segment]
         if not segment.from_step < step_id.step <= plan.steps:
             raise ValueError(f"{step_id} is outside the steps {segment.from_step + 1} to {plan.steps} of its segment")
+        if step_id.step <= done.opened:
+            raise ValueError(f"{step_id} was opened before; a replayed step is not written twice")
+        if not step_id.step - 1 == done.opened == done.committed:
+            raise ValueError(f"{step_id} was opened while step {done.committed + 1} had not ended")
         if (departure := self.departure(step_id, facts)) is not None:
             raise ValueError(f"step {step_id.step} of phase {step_id.phase} {departure}")
         acting = (facts.clipping.rule, facts.noise.generator, facts.noise.elements)
-        if self._acting.setdefault((segment.phase, segment.number), acting) != acting:
+        if self.acting.setdefault((segment.phase, segment.number), acting) != acting:
             raise ValueError(
                 f"step {step_id.step} of phase {step_id.phase} clips by another rule, draws noise from another "
                 "source or trains another number of weights than the steps before it, which one config cannot do"
@@ -206,27 +225,30 @@ class History:
         if (trail := self.trails.get(step_id.phase)) is not None:
             stated = facts.clipping.sensitivity, facts.noise.std
             trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, *stated)
-        self.opened[step_id] = facts
-        if plan.banded is not None:
-            turns = self._turns.setdefault((step_id.phase, self.event(step_id.phase, facts)), Counter())
-            turns[self._turn(step_id)] += 1
-        if plan.slots > 1:
-            epoch, sigma = self._epoch(step_id), self.event(step_id.phase, facts).sigma
-            self._epochs[epoch] = min(sigma, self._epochs.get(epoch, sigma))
+        self._charge(step_id, self.event(step_id.phase, facts))
+        done.opened = step_id.step
+        self.recent[step_id] = [facts]
 
     def _commit(self, line: StepLine) -> None:
         step_id, facts = line.step_id, line.facts
-        if step_id not in self.opened or step_id in self.committed:
-            raise ValueError(f"{step_id} was committed without being open, or twice")
         self._require_current(step_id)
+        done, both = self.progress[step_id.phase, step_id.segment], self.recent.get(step_id, [])
+        if len(both) != 1:
+            raise ValueError(f"{step_id} was committed without being open, or twice")
         if step_id.phase in self.trails:
             self.trails[step_id.phase].committed(step_id.segment, step_id.step, line.share)
             self.shares[step_id] = line.share
-        self.committed[step_id] = facts
-        if facts != self.opened[step_id]:
-            self._uneven.add(step_id.phase)
-        if (fault := self.opened[step_id].fault_of(facts)) is not None:
+        done.committed = step_id.step
+        if facts == both[0]:
+            both.append(both[0])
+            return
+        both.append(facts)
+        self._uneven.add(step_id.phase)
+        if (fault := both[0].fault_of(facts)) is None:
+            self._charge(step_id, self.event(step_id.phase, facts))
+        else:
             self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
+            self._faulty.setdefault(step_id.phase, self.faults[-1])
 
     def _require_current(self, step_id: StepId) -> Segment:
         """Steps belong to the segment that was begun last in any phase: going back to another needs a new one."""
@@ -236,6 +258,11 @@ class History:
 
     def _checkpoint(self, mark: CheckpointMark) -> None:
         self.checkpoints.append(mark)
+        for at in list(self.recent):
+            saved = (at.phase, at.segment) == (mark.phase, mark.segment) and at.step <= mark.step
+            if saved and len(self.recent[at]) == 2:
+                del self.recent[at]
+                self.shares.pop(at, None)
 
     def _copied(self, line: CopiedLine) -> None:
         self.copied = len(self.segments)
@@ -298,17 +325,22 @@ class History:
     def last_checkpoint(self) -> CheckpointMark | None:
         return self.checkpoints[-1] if self.checkpoints else None
 
-    def pending(self) -> list[StepId]:
-        """Steps of the current segment that were opened and never committed."""
+    def pending(self) -> int | None:
+        """The step of the current segment that was opened and never committed."""
         if not self.segments:
-            return []
-        last = self.segments[-1]
-        found = []
-        for step_id in reversed(self.opened):  # in the order of opening, hence the current segment's are at the end
-            if (step_id.phase, step_id.segment) != (last.phase, last.number) or step_id in self.committed:
-                break
-            found.append(step_id)
-        return found
+            return None
+        done = self.progress[self.segments[-1].phase, self.segments[-1].number]
+        return done.opened if done.opened > done.committed else None
+
+    def steps(self, phase: int | None = None) -> tuple[int, int]:
+        """How many steps were opened, and how many of them committed: in one phase, or in all."""
+        of = [done for (number, _), done in self.progress.items() if phase in (None, number)]
+        return sum(done.opened - done.begun for done in of), sum(done.committed - done.begun for done in of)
+
+    def last_committed(self, phase: int) -> int:
+        """0: none was."""
+        of = (done for (number, _), done in self.progress.items() if number == phase)
+        return max((done.committed for done in of if done.committed > done.begun), default=0)
 
     def without_noise(self) -> frozenset[str]:
         """Digests of all records that this run used as public: trained on, mixed in, or measured on; and those that
@@ -353,7 +385,7 @@ class History:
         if later := [segment for segment in self.segments if segment.number > 0]:
             return f"phase {self.phase_names[later[0].phase]} went on in a new segment ({later[0].reason})"
         for phase, plan in self.plans.items():
-            done = max((step_id.step for step_id in self.committed if step_id.phase == phase), default=0)
+            done = self.last_committed(phase)
             if done < plan.steps and (self.finished or any(later > phase for later in self.phase_names)):
                 return f"phase {self.phase_names[phase]} ended after {done} of {plan.steps} planned steps"
         if self.choices:
@@ -367,22 +399,35 @@ class History:
         records, those that one record may have been drawn in. That is the most for any record, or the fewest. An epoch
         of random allocation is charged whole as soon as one of its steps is opened, at its step of least noise, and
         anew in each segment, which allocates all records anew."""
-        steps = [(at, self._charge(at, told)) for at, told in self.opened.items() if phase in (None, at.phase)]
-        epochs: dict[tuple[int, int, int], Event] = {}
-        for step_id, event in steps:
-            if event.slots > 1:
-                epoch = self._epoch(step_id)
-                epochs[epoch] = min(event, epochs.get(epoch, event), key=lambda each: each.sigma)
-        counts = Counter((at.phase, event, self._turn(at)) for at, event in steps if event.slots == 1)
-        by_turn: dict[tuple[int, Event], list[int]] = {}
-        for (number, event, _), count in counts.items():
-            by_turn.setdefault((number, event), []).append(count)
+        if (fault := next((text for at, text in self._faulty.items() if phase in (None, at)), None)) is not None:
+            raise LedgerError(f"no epsilon can be given: {fault}")
         events = []
-        for (number, event), found in by_turn.items():
-            least = min(found) if len(found) == self.plans[number].bands else 0
-            events.append(replace(event, count=least if fewest else max(found)))
+        for (number, event), found in self._charged.items():
+            if phase in (None, number):
+                least = min(found.values()) if len(found) == self.plans[number].bands else 0
+                events.append(replace(event, count=least if fewest else max(found.values())))
         events += [charge.event() for charge in self.lost if phase in (None, charge.phase)]
-        return merge([*events, *epochs.values()])
+        return merge(events)
+
+    def _charge(self, step_id: StepId, event: Event) -> None:
+        """Counts a step that was opened, or that was committed with other noise than it had announced."""
+        turn = self._turn(step_id)
+        if self._last is not None and self._counted_with(step_id, self._last[0], event):
+            if event.sigma >= self._last[1].sigma:
+                self._last = step_id, self._last[1]
+                return
+            before = self._charged[step_id.phase, self._last[1]]
+            before[turn] -= 1
+            if not before[turn]:
+                del before[turn]
+            if not before:
+                del self._charged[step_id.phase, self._last[1]]
+        self._charged.setdefault((step_id.phase, event), Counter())[turn] += 1
+        self._last = step_id, event
+
+    def _counted_with(self, step_id: StepId, last: StepId, event: Event) -> bool:
+        """Whether a step is charged together with the one before: it is that one, or of the same epoch."""
+        return step_id == last or (event.slots > 1 and self._epoch(step_id) == self._epoch(last))
 
     def _turn(self, step_id: StepId) -> int:
         """Which part of the records the step draws from."""
@@ -402,21 +447,23 @@ class History:
         if step_id.phase in self._uneven:  # what was announced is not what is charged
             return True
         if plan.slots > 1:
-            return event.sigma < self._epochs.get(self._epoch(step_id), math.inf)
-        counts = self._turns.get((step_id.phase, event), Counter())
+            last = self._last
+            return last is None or self._epoch(step_id) != self._epoch(last[0]) or event.sigma < last[1].sigma
+        counts = self._charged.get((step_id.phase, event), Counter())
         return counts[self._turn(step_id)] >= max(counts.values(), default=0)
 
     def charges_of_next(self, steps: int) -> int:
         """How many of the next steps will add to what is charged, if they follow the step that was opened last and are
         of its kind."""
-        last = next(reversed(self.opened))
-        plan, kind = self.plans[last.phase], (last.phase, self._charge(last, self.opened[last]))
+        assert self._last is not None
+        last, event = self._last
+        plan = self.plans[last.phase]
         bands = plan.bands
         if plan.slots > 1:
             return plan.epoch_of(last.step + steps) - plan.epoch_of(last.step)
         if bands == 1:
             return steps
-        counts = Counter(self._turns.get(kind, Counter()))
+        counts = Counter(self._charged[last.phase, event])
         before = max(counts.values(), default=0)
         counts.update((last.step + ahead) % bands for ahead in range(1, steps + 1))
         return max(counts.values()) - before
@@ -434,29 +481,22 @@ class History:
             return "states noise of another matrix than its plan's, or with another deviation than that gives"
         return None
 
-    def _charge(self, step_id: StepId, announced: StepFacts) -> Event:
-        """Remembered: log lines ask for the charges of tens of thousands of steps again and again."""
-        done = self.committed.get(step_id, announced)
-        known = self._charged.get(step_id)
-        if known is not None and known[0] is announced and known[1] is done:
-            return known[2]
-        if done is not announced and (fault := announced.fault_of(done)) is not None:
-            raise LedgerError(f"no epsilon can be given: step {step_id.step} of phase {step_id.phase} {fault}")
-        both = (self.event(step_id.phase, announced), self.event(step_id.phase, done))
-        event = min(both, key=lambda event: event.sigma)
-        self._charged[step_id] = (announced, done, event)
-        return event
-
     def last_charge(self) -> Event | None:
         """What the step that was opened last is charged; None if none was."""
-        last = next(reversed(self.opened), None)
-        return None if last is None else self._charge(last, self.opened[last])
+        return None if self._last is None else self._last[1]
 
     def charges(self) -> tuple[Charge, ...]:
         """All that is charged, by phase."""
         return tuple(Charge.of(phase, event) for phase in self.plans for event in self.charged(phase))
 
     def event(self, phase: int, facts: StepFacts) -> Event:
+        """What a step of these facts is charged. Mostly the same as the one before, so that is remembered."""
+        parts = facts.sampling.threshold, facts.sampling.slots, facts.clipping.sensitivity, facts.noise.std
+        if self._same is None or self._same[0] != (phase, *parts, facts.metrics):
+            self._same = (phase, *parts, facts.metrics), self._event(phase, facts)
+        return self._same[1]
+
+    def _event(self, phase: int, facts: StepFacts) -> Event:
         """If C adapts, σ·C_t / C_t is σ except for its last bit: steps that differ by no more are one mechanism."""
         event, plan = facts.event(), self.plans[phase]
         planned, event = plan.effective_noise_multiplier, replace(event, sigma=plan.charged_as(event.sigma))

@@ -192,15 +192,15 @@ class Journal:
         """Nothing that the step computes may be released before `settle` has returned. A replay writes nothing and must
         be identical."""
         step_id = self._step_id(phase, step)
-        known = self.history.opened.get(step_id)
+        known = self.history.recent.get(step_id)
         if known is not None:
-            if known != facts:
+            if known[0] != facts:
                 raise LedgerError(f"step {step} of phase {phase} would be replayed differently from how it was opened")
             return
         unfinished = self.history.pending()
-        if unfinished:
+        if unfinished is not None:
             raise LedgerError(
-                f"step {step} of phase {phase} cannot begin while step {unfinished[0].step} is open; finish that first"
+                f"step {step} of phase {phase} cannot begin while step {unfinished} is open; finish that first"
             )
         plan = self.history.plans[phase]
         if (departure := self.history.departure(step_id, facts)) is not None:
@@ -221,14 +221,14 @@ class Journal:
         """`share`: what is released for the next clipping norm. Returns the share in the ledger: on a replay, which may
         round differently, that of the first time, since a share is released only once."""
         step_id = self._step_id(phase, step)
-        known = self.history.committed.get(step_id)
-        if known is not None:
-            if known != facts:
+        known = self.history.recent.get(step_id)
+        if known is None:
+            raise LedgerError(f"step {step} of phase {phase} cannot be committed before it is opened")
+        if len(known) > 1:
+            if known[1] != facts:
                 raise LedgerError(f"step {step} of phase {phase} was replayed differently from how it was committed")
             return self.history.shares.get(step_id)
-        announced = self.history.opened.get(step_id)
-        if announced is None:
-            raise LedgerError(f"step {step} of phase {phase} cannot be committed before it is opened")
+        announced = known[0]
         if facts != announced:
             self._credit.clear()
         more = {} if share is None else {"share": share}
@@ -275,15 +275,16 @@ class Journal:
             return
         current = self.history.segments[-1] if self.history.segments else None
         if current is not None and current.phase == phase and self._same_directory():
-            done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
+            done = self.history.progress[phase, current.number].committed
             own = written_at > self.history.segment_lines[phase, current.number]
             # Since then the run may have continued from an older checkpoint, and repeated these very steps.
             own = own and not any(
                 later.kind in ("resume", "checkpoint")
+                and later.index >= written_at
                 and (later.fields["phase"], later.fields["step"]) != (phase, step)
-                for later in self.ledger.entries[written_at:]
+                for later in self.ledger.entries.acts
             )
-            if own and max(done, default=current.from_step) == step:
+            if own and done == step:
                 return
         raise LedgerError(
             f"the ledger does not know this checkpoint of step {step}, and another copy of the run may have repeated "
@@ -338,8 +339,7 @@ class Journal:
             return f"rolled back to step {step} of phase {phase}, behind a checkpoint that outputs may depend on"
         # A kill between a checkpoint and its line leaves a checkpoint of the newest committed step.
         # (The step after it may be open: it was interrupted, and released nothing.)
-        done = [s.step for s in self.history.committed if (s.phase, s.segment) == (phase, current.number)]
-        if last.step < step and max(done, default=None) != step:
+        if last.step < step != self.history.progress[phase, current.number].committed:
             return f"the checkpoint of step {step} is not the last one that the ledger knows of"
         return None
 

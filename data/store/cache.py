@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from murmuration.accounting.durable import try_lock
+from murmuration.accounting.durable import flush, try_lock
 from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import Place, Shard, ShardError
 
@@ -193,7 +193,7 @@ class _Room:
                         file.write(part)
                     if target.suffix == ".tar":  # not checked at each read, so it must not be torn by a power cut
                         file.flush()
-                        os.fsync(file.fileno())
+                        flush(file.fileno())
                 # Two processes that fetched the same range wrote the same bytes; only one of the files is kept.
                 os.link(temporary, target)
             finally:

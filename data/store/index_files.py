@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from murmuration.accounting.durable import atomic
+from murmuration.accounting.durable import atomic, remedy
 from murmuration.accounting.strict_json import parse
 from murmuration.data.store.place import Place, ShardError
 
@@ -75,7 +75,7 @@ def mode_between(modes: Iterable[int], folders: Iterable[Path]) -> int:
 
 
 def cannot_write(path: Path, error: OSError) -> ShardError:
-    fix = _FIXES.get(error.errno or 0, "name another folder with --out")
+    fix = _FIXES.get(error.errno or 0) or remedy(error, "name another folder with --out")
     return ShardError(f"{path}: cannot be written ({error.strerror or error}); {fix}")
 
 

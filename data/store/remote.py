@@ -50,6 +50,8 @@ _REASONS = (
     (r"dns error", "the name of the host is not known"),
     (r"ConnectionRefused", "connection refused"),
     (r"ConnectionReset", "connection reset"),
+    (r"MissingContentLength",
+     "the server sends the range in chunks, without its length; let it send a Content-Length, or take another server"),
     (r"RangeNotSupported|UnexpectedRange|ContentRange", "the server does not send the range of bytes asked for"),
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from murmuration.accounting.durable import try_lock
+from murmuration.accounting.durable import flush, try_lock
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.session.sharing import Sharing
 
@@ -78,7 +78,7 @@ class Answers:
         rest = memoryview(part.as_line())
         while rest:
             rest = rest[os.write(self.descriptor, rest) :]
-        os.fsync(self.descriptor)
+        flush(self.descriptor)
         self.counts[part.number] = len(part.answers)
 
     def read(self) -> tuple[list[tuple[int, Any]], dict[int, str]]:

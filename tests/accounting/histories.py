@@ -144,7 +144,8 @@ class Runs(RuleBasedStateMachine):
         assert run.journal is not None
         history, done = run.journal.history, run.weights.step
         segment = history.segments_of(run.weights.phase)[-1]
-        begun = any((s.phase, s.segment) == (segment.phase, segment.number) for s in history.opened)
+        known = history.progress[segment.phase, segment.number]
+        begun = known.opened > known.begun
         link = key_chain.enter(run.key, segment.chain_name, segment.from_step + 1, done, begun)
         run.chain = KeyChain(link)
 

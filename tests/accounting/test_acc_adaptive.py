@@ -80,7 +80,9 @@ def test_a_trajectory_is_what_a_loop_over_the_shares_gives(tmp_path: Path) -> No
         expected.append(expected[-1] * math.exp(0.5 * (min(1, max(0, share)) - 0.4)))
     told = [entry.fields["facts"]["noise"]["std"] / 30.0 for entry in journal.ledger.entries if entry.kind == "open"]
     assert told == pytest.approx(expected[:-1], rel=1e-14) and last == pytest.approx(expected[-1], rel=1e-14)
-    assert list(journal.history.trails[0].norms.values()) == pytest.approx(expected[:-1], rel=1e-14)
+    used = expected[:-1]
+    extremes = {"first": used[0], "last": used[-1], "lowest": min(used), "highest": max(used)}
+    assert journal.history.trails[0].norms == pytest.approx(extremes, rel=1e-14)
     journal.checkpointed(0, 6, "digest")
     assert journal.clip_norm_after(0, 6, "digest") == last and journal.clip_norm_after(0, 0, None) == 1.0
     (phase,) = document_of(journal)["phases"]
@@ -193,7 +195,7 @@ def test_shares_from_weights_that_were_lost_end_the_segment(tmp_path: Path) -> N
     with pytest.raises(LedgerError, match="released before it"):
         journal.open_step(0, 3, at(3, third))
     trained(journal, norm, range(3, 5))
-    assert len(journal.history.opened) == 6 and sum(event.count for event in journal.history.charged()) == 6
+    assert journal.history.steps()[0] == 6 and sum(event.count for event in journal.history.charged()) == 6
     # Back to a checkpoint of the first segment: its norm, whatever the second one released at that step.
     assert journal.clip_norm_after(0, 2, "two") == norm
 

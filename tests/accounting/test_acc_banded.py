@@ -192,7 +192,7 @@ def train(journal: Journal, steps: range, begun_after: int = 0, plan: PrivacyPla
 def test_a_record_is_charged_for_its_turns_in_all_segments(tmp_path: Path) -> None:
     journal = begin(tmp_path, PLAN)
     for steps, turns in ((1, 1), (4, 1), (5, 2), (8, 2), (10, 3)):
-        train(journal, range(1 + len(journal.history.opened), steps + 1))
+        train(journal, range(1 + journal.history.steps()[0], steps + 1))
         assert [event.count for event in journal.history.charged()] == [turns]
     # Steps 7 to 10 again, under new keys: those of part 7 % 4 had turns at 3, 7 and 7; of part 2 at 2, 6, 10 and 10.
     journal.begin_segment(0, CONFIG, DATA, 6, "rolled back")

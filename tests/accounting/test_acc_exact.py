@@ -130,7 +130,7 @@ def test_a_step_that_is_not_as_its_plan_says_is_never_opened(tmp_path: Path, wha
     journal = begin(tmp_path, plan)
     with pytest.raises(LedgerError, match=says):
         journal.open_step(0, 1, wrong)
-    assert not journal.history.opened
+    assert journal.history.steps() == (0, 0)
     journal.ledger.close()
 
 

@@ -63,7 +63,7 @@ def test_a_restored_ledger_is_refused_or_charges_what_was_lost(tmp_path: Path) -
     head, entries = journal.history.epsilon(), list(journal.ledger.entries)
     assert head == epsilon([Event(1.0, PLAN.noise_multiplier, 26)], PLAN.delta)
     journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(tmp_path / NAME)), None)
-    assert journal.ledger.entries == entries, "charged once"
+    assert list(journal.ledger.entries) == entries, "charged once"
     journal.ledger.close()
     assert History.read(tmp_path / "ledger.jsonl")[0].epsilon() == head
 

@@ -145,7 +145,7 @@ def test_a_step_that_contradicts_its_plan_is_neither_opened_nor_believed(tmp_pat
         journal.commit_step(0, step, honest)
     with pytest.raises(LedgerError, match=sentence):
         journal.open_step(0, 3, change(replace(facts(3, plan), metrics=measured(plan))))
-    assert len(journal.history.opened) == 2
+    assert journal.history.steps()[0] == 2
     journal.ledger.close()
     assert verify(tmp_path).opened == 2
 
@@ -340,7 +340,7 @@ def test_the_budget_is_never_passed(tmp_path: Path) -> None:
     journal = begin(tmp_path, plan)
     with pytest.raises(BudgetSpent, match=r"would pass epsilon = 0\.4"):
         train(journal, range(1, 41), plan)
-    opened = len(journal.history.opened)
+    opened = journal.history.steps()[0]
     assert 1 < opened < 40
     assert journal.history.epsilon() <= 0.4 < epsilon([Event(1.0, 20.0, opened + 1)], plan.delta)
     # Weaker noise than planned makes fewer steps affordable; a new segment and a restart give none back.
@@ -363,7 +363,7 @@ def test_one_weaker_step_among_honest_ones_shrinks_what_is_affordable(tmp_path: 
         journal.commit_step(0, 2, facts(2, std=8.0))
     with pytest.raises(BudgetSpent):
         train(journal, range(3, 41), plan)
-    assert len(journal.history.opened) > 2 and journal.history.epsilon() <= 0.4
+    assert journal.history.steps()[0] > 2 and journal.history.epsilon() <= 0.4
 
 
 def test_a_phase_that_was_left_early_claims_its_budget_before_the_run_is_finished(tmp_path: Path) -> None:

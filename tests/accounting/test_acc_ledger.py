@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from murmuration.accounting.certificate.certificate import CertificateError, verify
-from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerError, make_entry, parse
+from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.history import History
-from tests.support.acc_world import begin, certified, facts, reopen, train, whole_run
+from tests.support.acc_world import begin, certified, facts, parsed, reopen, train, whole_run
 
 
 def ledger_with_certificate(folder: Path) -> bytes:
@@ -34,7 +34,7 @@ def test_every_flipped_byte_is_found_and_its_line_named(tmp_path: Path) -> None:
             changed = bytearray(content)
             changed[position] ^= flip
             with pytest.raises(LedgerError) as caught:
-                History.of(parse(bytes(changed)))
+                History.of(parsed(bytes(changed)))
             # A changed line end joins its line with the next one, so the fault is seen at either.
             assert any(f"line {k}:" in str(caught.value) for k in (line, line + 1)), (position, str(caught.value))
 
@@ -91,7 +91,7 @@ def test_a_well_chained_line_of_nonsense_is_refused_with_its_line(tmp_path: Path
     line = make_entry(length, kind, fields, journal.ledger.head).line()
     content = (tmp_path / "ledger.jsonl").read_bytes() + line
     with pytest.raises(LedgerError, match=f"line {length + 1}"):
-        History.of(parse(content))
+        History.of(parsed(content))
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_a_well_chained_line_of_nonsense_is_refused_with_its_line(tmp_path: Path
 )
 def test_lines_that_are_no_entries(raw: bytes) -> None:
     with pytest.raises(LedgerError, match="line 1"):
-        parse(raw + b"\n")
+        parsed(raw + b"\n")
 
 
 def test_numbers_that_are_not_finite_are_refused() -> None:
     line = b'{"hash":"0","index":0,"kind":"run","previous":"' + GENESIS.encode() + b'","x":NaN}\n'
     with pytest.raises(LedgerError, match="line 1"):
-        parse(line)
+        parsed(line)
 
 
 def test_a_number_that_is_not_finite_is_never_written() -> None:
@@ -146,7 +146,7 @@ def test_a_torn_tail_is_dropped_and_said(tmp_path: Path) -> None:
         (tmp_path / "ledger.jsonl").write_bytes(whole + tail)
         again = reopen(tmp_path)
         assert [e.kind for e in again.ledger.entries][-1] == "recovered"
-        assert max(s.step for s in again.history.opened) == 2
+        assert again.history.steps() == (2, 2)
         again.ledger.close()
         verify(tmp_path)
 
@@ -159,9 +159,9 @@ def test_a_whole_line_without_its_end_is_completed_and_not_forgotten(tmp_path: P
     path.write_bytes(path.read_bytes()[:-1])
     again = reopen(tmp_path)
     assert [e.kind for e in again.ledger.entries][-2:] == ["open", "recovered"]
-    assert len(again.history.opened) == 1
+    assert again.history.steps()[0] == 1
     again.ledger.close()
-    assert History.read(path)[0].opened == again.history.opened
+    assert History.read(path)[0] == again.history
 
 
 def test_a_torn_first_line_leaves_an_empty_ledger(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def run(folder: Path, key: RunKey = KEY, steps: int = 40) -> None:
 
 def certify(folder: Path, key: RunKey | None = KEY) -> dict[str, Any]:
     history, entries = History.read(folder / "ledger.jsonl")
-    save_file(TENSORS, folder / "model.safetensors", Provenance.of(history, entries).metadata())
+    save_file(TENSORS, folder / "model.safetensors", Provenance.of(history).metadata())
     lists = {"phase00-step00000040": digests_of_safetensors(folder / "model.safetensors")}
     write_lists(lists, folder)
     document = compose(history, entries, {"siblings": []})

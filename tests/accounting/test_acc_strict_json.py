@@ -14,7 +14,7 @@ from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import CertificateError, compose, verify
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.ledger.chain import GENESIS, LedgerError, make_entry
+from murmuration.accounting.ledger.chain import GENESIS, LedgerError, Lines, make_entry
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError, parse, require_shallow
 from tests.support.acc_world import KEY, certified, document_of, whole_run
@@ -168,14 +168,15 @@ def test_no_type_in_a_ledger_that_is_chained_anew_ends_in_anything_but_a_refusal
                     assert "\n" not in str(error)
 
 
-def reread(entries: list, number: int, fields: dict) -> None:
+def reread(entries: Lines, number: int, fields: dict) -> None:
     """All that a reader of a ledger asks of it, with one entry changed and every hash made anew."""
-    previous, chained = GENESIS, []
+    previous, chained = GENESIS, Lines(Path("ledger.jsonl"))
+    history = History()
     for each in entries:
         entry = make_entry(each.index, each.kind, fields if each.index == number else each.fields, previous)
-        chained.append(entry)
+        chained.note(entry, 1)
+        history.take(entry)
         previous = entry.hash
-    history = History.of(chained)
     if history.plans:
         assert history.epsilon() >= 0
         compose(history, chained, {})

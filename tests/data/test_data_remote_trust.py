@@ -214,6 +214,8 @@ ANSWERS = {
     b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Range: bytes 4711-4713/9000\r\n\r\nabc": "range of bytes",
     b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Range: 4711\r\n\r\nabc": "range of bytes",
     b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc": "range of bytes",
+    b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 4711-4713/9000\r\n\r\n"
+    b"3\r\nabc\r\n0\r\n\r\n": "in chunks, without its length; let it send a Content-Length",
     b"4711 is no answer\r\n\r\n": "no usable answer",
     b"": "no usable answer",
 }

@@ -13,6 +13,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.data.draw.poisson import PoissonSampler
 from tests.support.launching import Launch
 from tests.support.runs import TOY_STEPS, account, nothing_lost_and_nothing_twice, toy
+from tests.support.whole_history import steps_of
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -41,9 +42,10 @@ def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_
     ended = job.end(ranks=1, arguments=["--set", "run.checkpoint_every=3"])
     assert ended.codes == [0], ended.output
     after, _ = History.read(run_dir / "ledger.jsonl")
-    assert len(after.segments) == 1 and [at.step for at in after.opened] == list(range(1, TOY_STEPS + 1))
+    opened = steps_of(run_dir).opened
+    assert len(after.segments) == 1 and [at.step for at in opened] == list(range(1, TOY_STEPS + 1))
     plan = after.plans[after.segments[0].phase]
-    for at, facts in after.opened.items():
+    for at, facts in opened.items():
         if at.step >= link.step:
             keys = link.at(at.step).key("sampling"), link.at(at.step).key("sampling-digest")
             assert PoissonSampler(*keys, plan.records, plan.threshold).draw(at.step).digest == facts.sampling.digest

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -31,6 +33,26 @@ def test_a_file_that_cannot_grow_costs_nothing_once_it_can(whole: Path, launch: 
     ended = job.end(limits={resource.RLIMIT_FSIZE: 60_000})
     assert 2 in ended.codes and "could not be written" in ended.output, (ended.codes, ended.output)
     assert "File too large" in ended.output and "free space or fix the permissions" in ended.output, ended.output
+    ended = job.end()
+    assert ended.codes == [0, 0], ended.output
+    nothing_lost_and_nothing_twice(run_dir, whole)
+
+
+def test_storage_that_fails_is_named_with_its_fix_and_costs_nothing_once_it_works(whole: Path, launch: Make) -> None:
+    """Where the run directory is made, where its ledger begins, and behind a checkpoint."""
+    job, run_dir = launch("failing", toy)
+    for kind, at, number in (
+        ("fsync", 1, errno.EIO), ("fsync", 9, errno.ESTALE), ("write", 3, errno.EREMOTEIO),
+        ("fsync", 25, errno.ENOTCONN),
+    ):  # fmt: skip
+        ended = job.end(kill={"rank": 0, "kind": kind, "at": at, "errno": number})
+        assert 2 in ended.codes and set(ended.codes) <= {2, 75}, (ended.codes, ended.output)
+        told = [
+            line for line in ended.output.splitlines() if f"] {os.strerror(number)}" in line or "could not be" in line
+        ]
+        assert told and all("see that the disk or network file system works" in line for line in told), ended.output
+        assert all(str(run_dir.parent) in line for line in told), told
+        assert "Traceback" not in ended.output
     ended = job.end()
     assert ended.codes == [0, 0], ended.output
     nothing_lost_and_nothing_twice(run_dir, whole)
@@ -78,7 +100,7 @@ def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(launch: Make
     assert ended.codes == [0, 0] and "all opened steps stay charged" in ended.output, ended.output
     history = History.read(run_dir / "ledger.jsonl")[0]
     assert [segment.number for segment in history.segments] == [0, 1]
-    assert len(history.opened) == opened + TOY_STEPS - history.segments[1].from_step
+    assert history.steps()[0] == opened + TOY_STEPS - history.segments[1].from_step
     assert (run_dir / "checkpoints" / f"damaged-{newest.name}").is_dir()
 
 

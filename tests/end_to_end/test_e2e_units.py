@@ -30,6 +30,7 @@ from murmuration.train.private_phase import PrivatePhase
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines
 from tests.support.runs import TOY_STEPS, account, different, final_weights, toy
+from tests.support.whole_history import steps_of
 from tests.train.test_train_units import RowByRow
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -96,12 +97,13 @@ def test_killed_resumed_verified_and_exported(
     assert ended.codes == [0, 0], ended.output
     assert different(final_weights(run_dir), final_weights(straight)) == []
     history = History.read(run_dir / "ledger.jsonl")[0]
-    assert [step_id.step for step_id in history.opened] == list(range(1, TOY_STEPS + 1)) and not history.faults
+    opened = steps_of(run_dir).opened
+    assert [step_id.step for step_id in opened] == list(range(1, TOY_STEPS + 1)) and not history.faults
     plan = history.plans[1]
     assert plan.units is not None and (plan.units.by, plan.units.rows) == (PATIENT, 3) and plan.units.table
     assert plan.units.table != units.digest, "it is keyed"
     assert plan.records == units.count < 600 and plan.delta == pytest.approx(1 / (2 * units.count))
-    assert all(facts.sampling.records == units.count for facts in history.opened.values())
+    assert all(facts.sampling.records == units.count for facts in opened.values())
     verified = account("verify", str(run_dir))
     assert verified.returncode == 0, verified.stdout + verified.stderr
     certificate = json.loads((run_dir / "certificate.json").read_text())
@@ -153,7 +155,7 @@ def test_epsilon_of_patients_is_dp_accountings_with_either_noise(
     (plan,) = history.plans.values()
     count = open_units(ShardIndex.open(patients), PATIENT).count
     assert plan.records == count and plan.units is not None and plan.units.rows == 3
-    drawn = {(facts.sampling.parts, facts.sampling.records) for facts in history.opened.values()}
+    drawn = {(facts.sampling.parts, facts.sampling.records) for facts in steps_of(run_dir).opened.values()}
     assert drawn == {(bands, count)}
     mechanism = json.loads((run_dir / "certificate.json").read_text())["mechanism"]
     assert ("take turns" in mechanism) == (noise == "banded")

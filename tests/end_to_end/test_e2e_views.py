@@ -13,6 +13,7 @@ from murmuration.train.audit.replay import replay
 from murmuration.train.config.load import load
 from murmuration.train.engines.local import start_ranks
 from tests.support.launching import Launch
+from tests.support.whole_history import steps_of
 
 LOCAL: dict[str, Any] = {"launcher": "python", "arguments": ["--set", 'run.engine="local"']}
 VIEWS, STEPS = 3, 3
@@ -43,8 +44,7 @@ def test_a_run_with_views_is_charged_as_one_without_and_says_how_often_records_w
     code, output = once.run()
     assert code == 0, output
     assert verify(once_dir).epsilon == verify(run_dir).epsilon
-    others = History.read(once_dir / "ledger.jsonl")[0]
-    drawn = [[facts.sampling for facts in found.opened.values()] for found in (history, others)]
+    drawn = [[facts.sampling for facts in steps_of(folder).opened.values()] for folder in (run_dir, once_dir)]
     assert drawn[0] == drawn[1] and len(drawn[0]) == STEPS, "the same records are drawn"
     assert f"each drawn record is seen {VIEWS} times" in (run_dir / "certificate.md").read_text()
     assert "is seen" not in (once_dir / "certificate.md").read_text()

@@ -16,7 +16,7 @@ from random import Random
 
 import pytest
 
-from murmuration.accounting.ledger.chain import LedgerError, parse
+from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import walk
 from tests.fuzz.mutate_json import dumps, loads, mutate_json
@@ -24,6 +24,7 @@ from tests.fuzz.mutate_tar import mutate_tar
 from tests.fuzz.run import CORPUS, TARGETS
 from tests.fuzz.targets_accounting import chained, mutate_ledger
 from tests.fuzz.targets_index import shard
+from tests.support.acc_world import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = sorted(f"{path.parent.name}/{path.name}" for path in CORPUS.glob("*/*"))
@@ -93,10 +94,10 @@ def a_ledger() -> bytes:
 def test_mutated_ledgers_get_past_their_hashes() -> None:
     """Or nothing behind the hashes would be tried."""
     seed, chance, reached = a_ledger(), Random(1), 0
-    assert len(parse(seed)) == 4
+    assert len(parsed(seed)) == 4
     for _ in range(300):
         try:
-            reached += parse(mutate_ledger(chance, seed, seed)) != parse(seed)
+            reached += parsed(mutate_ledger(chance, seed, seed)) != parsed(seed)
         except LedgerError:
             continue
     assert reached > 60

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.keys import RunKey
-from murmuration.accounting.ledger.chain import GENESIS, Ledger, make_entry
+from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerEntry, Lines, make_entry
 from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
@@ -36,6 +37,12 @@ def facts(step: int, plan: PrivacyPlan = PLAN, keyed: str = "", **changes: float
         changes.get("std", plan.noise_std), changes.get("divisor", plan.divisor), int(changes.get("elements", 10))
     )
     return StepFacts(sampling, clipping, noise)
+
+
+def parsed(content: bytes) -> list[LedgerEntry]:
+    """The lines of a ledger that need be in no file."""
+    lines = Lines(Path("ledger.jsonl"))
+    return [lines.follow(raw) for raw in BytesIO(content)]
 
 
 def reopen(folder: Path) -> Journal:

@@ -65,11 +65,15 @@ class Counts:
 
 
 def watched(counts: Counts, rank: int, kill: dict[str, Any] | None) -> None:
-    """Every operation is counted; one of them is this process's last."""
+    """Every operation is counted; one of them is this process's last, or it fails with `errno` from there on."""
 
     def wrap(kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def act(*arguments: Any, **options: Any) -> Any:
             here = counts.add(rank, kind)
+            if kill is not None and "errno" in kill:
+                if (kill["rank"], kill["kind"]) == (rank, kind) and here >= kill["at"]:
+                    raise OSError(kill["errno"], os.strerror(kill["errno"]))
+                return real(*arguments, **options)
             last = kill is not None and kill["rank"] == rank and (kill["kind"], kill["at"]) == (kind, here)
             if last and kill is not None and kill["before"]:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +105,7 @@ def held(opened: int) -> None:
 
     def waiting(self: Journal, *arguments: Any, **options: Any) -> None:
         open_step(self, *arguments, **options)
-        if len(self.history.opened) >= opened:
+        if self.history.steps()[0] >= opened:
             self.settle()  # the test reads the file
             while not released and not any(request.raised() for request in requests):
                 time.sleep(0.02)

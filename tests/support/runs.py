@@ -14,6 +14,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.support import forking
 from tests.support.launching import ROOT, environment
+from tests.support.whole_history import steps_of
 
 TOY_STEPS = 8
 SMALL_STEPS = 12
@@ -48,8 +49,9 @@ def nothing_lost_and_nothing_twice(run_dir: Path, whole: Path) -> None:
     """After interruptions of the toy run: as if there had been none."""
     assert different(final_weights(run_dir), final_weights(whole)) == []
     history, straight = (History.read(folder / "ledger.jsonl")[0] for folder in (run_dir, whole))
-    assert [step_id.step for step_id in history.opened] == list(range(1, TOY_STEPS + 1))
-    assert history.opened == straight.opened and history.committed == straight.committed
+    steps = steps_of(run_dir)
+    assert [step_id.step for step_id in steps.opened] == list(range(1, TOY_STEPS + 1))
+    assert steps == steps_of(whole)
     assert len(history.segments) == 1 and not history.faults
     assert history.epsilon() == straight.epsilon()
     assert not list((run_dir / "checkpoints").glob(".*")), "orphans were left"

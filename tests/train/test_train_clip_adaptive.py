@@ -31,6 +31,7 @@ from tests.support.drops_world import measured, ready
 from tests.support.self_test_world import tried
 from tests.support.step_world import METRIC_KEY, journal_at, read, step_of, weights
 from tests.support.train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
+from tests.support.whole_history import steps_of
 
 RULE = AdaptiveRule(quantile=0.5, learning_rate=1.0, lowest=1e-3, highest=1e3)
 
@@ -66,7 +67,7 @@ def test_norms_shares_and_noise_of_a_run_are_those_of_a_plain_loop(tmp_path: Pat
         assert released["noised_clipped_share"] == pytest.approx(share, rel=1e-6) and released["clip_norm"] == norm
         assert observed.over_ranks(alone(), None)["clipped_fraction"] == pytest.approx(float((lengths > bound).mean(
             dtype=torch.float64)))  # fmt: skip
-        facts = list(journal.history.committed.values())[-1]
+        facts = list(steps_of(journal).committed.values())[-1]
         assert facts.noise.std == plan.noise_multiplier * norm
         assert facts.clipping.sensitivity == pytest.approx(norm, rel=1e-12)
         norm = RULE.following(norm, released["noised_clipped_share"])

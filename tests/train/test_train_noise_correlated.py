@@ -27,6 +27,7 @@ from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
 from tests.support.config_base import plan_of, private_phase
 from tests.support.own_module import RATE, training
+from tests.support.whole_history import steps_of
 
 CPU = torch.device("cpu")
 KEY = bytes(range(32))
@@ -203,7 +204,7 @@ def test_a_new_segment_begins_in_the_middle_of_a_block_with_draws_of_its_own(tmp
     run(tmp_path, 6, **LONG)  # step 5 was opened, and its weights may have been seen
     history, _ = History.read(tmp_path / "ledger.jsonl")
     assert [segment.from_step for segment in history.segments] == [0, 4]
-    added = {(s.segment, s.step): facts.noise.correlation for s, facts in history.opened.items()}
+    added = {(s.segment, s.step): facts.noise.correlation for s, facts in steps_of(tmp_path).opened.items()}
     matrix, std = history.plans[0].banded, history.plans[0].noise_std
     assert matrix is not None and added[1, 5] is not None and added[0, 5] is not None
     assert added[1, 5].added == std * matrix.spread(5, 5) != added[0, 5].added == std * matrix.spread(5)

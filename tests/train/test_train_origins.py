@@ -112,7 +112,7 @@ def test_what_earlier_runs_used_is_noted_once(tmp_path: Path) -> None:
 def test_an_exported_file_that_was_copied_away_knows_what_it_must_not_meet(tmp_path: Path) -> None:
     mixed = lambda journal: journal.declare_public(1, "mixing", "open")  # noqa: E731
     start = run(tmp_path / "b", "two", run(tmp_path / "a", "one"), more=mixed)
-    told = Provenance.of(*History.read(tmp_path / "b" / "ledger.jsonl"))
+    told = Provenance.of(History.read(tmp_path / "b" / "ledger.jsonl")[0])
     alone = tmp_path / "elsewhere" / "weights.safetensors"
     alone.parent.mkdir()
     save_file({"w": torch.ones(2)}, str(alone), told.metadata())
@@ -129,7 +129,7 @@ def test_an_exported_file_that_was_copied_away_knows_what_it_must_not_meet(tmp_p
 
 def test_an_exported_file_of_a_run_that_was_not_private_says_so_wherever_it_is(tmp_path: Path) -> None:
     run(tmp_path / "b", "one", debug=True)
-    told = Provenance.of(*History.read(tmp_path / "b" / "ledger.jsonl"))
+    told = Provenance.of(History.read(tmp_path / "b" / "ledger.jsonl")[0])
     save_file({"w": torch.ones(2)}, str(tmp_path / "weights.safetensors"), told.metadata())
     undeclared = WarmStart.at(tmp_path / "weights.safetensors").undeclared
     assert undeclared is not None and "NOT PRIVATE (debug)" in undeclared

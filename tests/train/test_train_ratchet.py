@@ -19,6 +19,7 @@ from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.storage.open_run import OpenRun
 from murmuration.train.storage.run_dir import RunDir
 from tests.support.own_module import RATE, run, training
+from tests.support.whole_history import steps_of
 
 
 def link_of(run_dir: Path) -> Link:
@@ -38,8 +39,7 @@ def made(run_dir: Path, save_after: tuple[int, ...], until: int = 6, **changes: 
 
 
 def digests(run_dir: Path) -> dict[int, str]:
-    history, _ = History.read(run_dir / "ledger.jsonl")
-    return {step_id.step: facts.sampling.digest for step_id, facts in history.opened.items()}
+    return {step_id.step: facts.sampling.digest for step_id, facts in steps_of(run_dir).opened.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -128,7 +128,7 @@ def test_keys_that_are_forgotten_too_early_end_in_a_sentence_until_a_new_segment
     made(tmp_path, (3,), until=3, new_segment="the keys were lost")
     history, _ = History.read(tmp_path / "ledger.jsonl")
     assert [segment.reason for segment in history.segments] == ["first", "the keys were lost"]
-    assert link_of(tmp_path).segment == history.segments[1].chain_name and len(history.opened) == 3
+    assert link_of(tmp_path).segment == history.segments[1].chain_name and history.steps()[0] == 3
 
 
 def test_a_new_segment_has_a_chain_of_its_own_that_begins_where_it_begins(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from murmuration.train.noise.update import PlainUpdate
 from murmuration.train.step import PlainStep, PrivateStep, Records
 from tests.support.step_world import DIGEST_KEY, KEY, RECORDS, Stop, journal_at, kinds, read, step_of, weights
 from tests.support.train_helpers import LocalEngine, Toy, alone, on_ranks, plan_for, private_engine, toy_batch
+from tests.support.whole_history import steps_of
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_the_ledger_is_written_before_anything_is_computed_and_after_everything(
     assert kinds(journal) == ["open", "commit"]
     draw = step.records.draw(1)
     assert observed.records == len(draw.ids) > 0
-    facts = next(iter(journal.history.committed.values()))
+    facts = next(iter(steps_of(journal).committed.values()))
     assert facts.sampling.digest == draw.digest and facts.sampling.threshold == plan.threshold
     assert facts.noise.elements == engine.trainable_elements and facts.noise.std == plan.noise_std
     assert facts.clipping.sensitivity == pytest.approx(plan.clip_norm, rel=1e-9)
@@ -154,18 +155,17 @@ def test_world_size_and_sharding_do_not_change_the_step(tmp_path: Path, plan: Pr
         assert torch.allclose(result, reference, atol=5e-6) and written == ledger
 
 
-@pytest.mark.parametrize("step_number", [1, 2])
-def test_an_empty_draw_is_still_a_step_of_noise_alone(tmp_path: Path, step_number: int) -> None:
+def test_an_empty_draw_is_still_a_step_of_noise_alone(tmp_path: Path) -> None:
     plan = plan_for(batch=400 / 2**32, noise_multiplier=2.0)  # K = 1: nobody comes
     journal = journal_at(tmp_path, plan)
     step, engine = step_of(alone(), journal, plan)
-    assert len(step.records.draw(step_number).ids) == 0
+    assert len(step.records.draw(1).ids) == 0
     before = weights(engine)
-    observed = step.run(step_number, 1e-2)
+    observed = step.run(1, 1e-2)
     assert observed.records == 0 and kinds(journal) == ["open", "commit"]
     assert bool((weights(engine) != before).all())
     moment = engine.shards()[0].state["exp_avg"]
-    drawn = np.concatenate([step.noise.draw(step_number, f.parameter, f.start, f.length) for f in engine.layout[0]])
+    drawn = np.concatenate([step.noise.draw(1, f.parameter, f.start, f.length) for f in engine.layout[0]])
     assert torch.allclose(moment, 0.1 * torch.from_numpy(drawn) / plan.divisor, rtol=1e-5)
 
 
@@ -307,7 +307,7 @@ def test_the_largest_sensitivity_that_any_rank_summed_with_is_charged(
 
     with pytest.raises(LedgerError, match="had announced"):
         on_ranks(2, act)
-    (facts,) = journal.history.committed.values()
+    (facts,) = steps_of(journal).committed.values()
     assert facts.clipping.sensitivity == 3.0
 
 
@@ -325,7 +325,7 @@ def test_the_divisor_does_not_follow_the_batch(tmp_path: Path, plan: PrivacyPlan
     for number in range(1, 6):
         sizes.add(step.run(number, 0.0).records)
     assert len(sizes) > 1
-    assert {facts.noise.divisor for facts in journal.history.committed.values()} == {plan.divisor}
+    assert {facts.noise.divisor for facts in steps_of(journal).committed.values()} == {plan.divisor}
     engine.accumulate(toy_batch(4))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from murmuration.accounting.durable import of_storage, remedy
 from murmuration.accounting.errors import BAD_INPUT, REFUSED, RESUME_ME, RunError
 from murmuration.accounting.escaping import sentence
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 FROM_THE_START = "from the start"
 """For commands that keep nothing of a stopped run."""
-STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class LostRank(RunError):
@@ -81,9 +80,9 @@ def guarded(act: Callable[[], int], main_rank: bool, then: str = "to continue") 
 
 def storage_sentence(error: OSError, then: str) -> OSError:
     """The file system's error with its fix: the ledger and the newest checkpoint had been synced before."""
-    if error.errno not in STORAGE:
+    if not of_storage(error):
         return error
-    mended = OSError(f"{error}; nothing saved is lost: free space or fix the permissions, then start again {then}")
+    mended = OSError(f"{error}; nothing saved is lost: {remedy(error)}, then start again {then}")
     mended.__dict__.update(error.__dict__)
     return mended
 

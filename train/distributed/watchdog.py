@@ -22,25 +22,46 @@ from murmuration.accounting.errors import RESUME_ME
 LONGEST_PERIOD = 6.0
 # This many periods without a sign of life count as silence.
 SILENT = 2.5
+LONGER = ", or needs longer: then raise run.stall_seconds"
+# Seconds of the processor between two looks: a start on a machine that is shared by many gets few, a wait gets none.
+LEAST_COMPUTED = 0.005
 
 
 class Pulse:
-    """The progress of the main thread. All ranks have equally many micro-batches and meetings, so one with fewer beats
+    """The progress of the main thread. All ranks have equally many micro-batches and exchanges, so one with fewer beats
     than the others holds them up."""
 
     def __init__(self) -> None:
         self.beats = 0
         self.since = time.monotonic()
+        self.exchanging = False
+        self.preparing = False
+        """Set while a phase's model, engine and self-test are made, with few exchanges: there, computing is progress.
+        Later it is none, since a thread that waits for a device that hangs may compute without end."""
+        self.computed = 0
+        """How often the main thread was found to have computed while it prepared."""
+        self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self._spent = 0.0
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
         self.beat()
+        self.exchanging = True
         yield
+        self.exchanging = False
         self.beat()
 
     def beat(self) -> None:
         self.beats += 1
         self.since = time.monotonic()
+
+    def look(self) -> None:
+        """Notes whether the main thread has computed since the last look. An exchange is left out: it may spin."""
+        spent, before = time.clock_gettime(self._clock), self._spent
+        self._spent = spent
+        if self.preparing and not self.exchanging and spent - before >= LEAST_COMPUTED:
+            self.computed += 1
+            self.since = time.monotonic()
 
 
 class Store(Protocol):
@@ -64,6 +85,14 @@ class Seen:
     @property
     def beats(self) -> int:
         return int(self.said.split()[1])
+
+    @property
+    def exchanging(self) -> bool:
+        return self.said.split()[2] == b"exchanging"
+
+    @property
+    def progress(self) -> tuple[bytes, bytes]:
+        return self.said.split()[1], self.said.split()[3]
 
 
 class Watchdog:
@@ -95,6 +124,10 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # the store ends with the first rank that leaves
                 self.store.set(_parted_key(self.rank), "1")  # a key of its own, which no late sign of life overwrites
 
+    def _said(self) -> str:
+        where = "exchanging" if self.pulse.exchanging else "between"
+        return f"{self.pulse.beats} {where} {self.pulse.computed}"
+
     def _idle(self) -> float:
         return time.monotonic() - self.pulse.since
 
@@ -102,9 +135,10 @@ class Watchdog:
         count = 0
         while not self._over.wait(self.period):
             count += 1
+            self.pulse.look()
             # A store that is gone is no reason to end; only a lack of progress is, and its message may name the store.
             with contextlib.suppress(RuntimeError):
-                self.store.set(_key(self.rank), f"{count} {self.pulse.beats}")
+                self.store.set(_key(self.rank), f"{count} {self._said()}")
                 if self._idle() > self.stall_seconds / 2 or self._asked() is not None:
                     self._ask()
                 self._answered = time.monotonic()
@@ -122,7 +156,7 @@ class Watchdog:
                     self._seen[other] = Seen(said, now)
                 elif known.said != said:
                     news = Seen(said, now)
-                    news.moved = now if news.beats != known.beats else known.moved
+                    news.moved = now if news.progress != known.progress else known.moved
                     self._seen[other] = news
 
     def _watch(self) -> None:
@@ -169,10 +203,12 @@ class Watchdog:
         beats = {self.rank: self.pulse.beats} | {other: seen.beats for other, seen in self._seen.items()}
         behind = [rank for rank in sorted(beats) if beats[rank] == min(beats.values())]
         if len(behind) < len(beats):
-            return f"rank {_list(behind)} holds up the others; a read, a decoder or its device hangs"
+            return f"rank {_list(behind)} holds up the others; a read, a decoder or its device hangs{LONGER}"
         if self.world == 1:
-            return "a read, a decoder or the device hangs"
-        return "all ranks wait; the network between them or a device hangs"
+            return f"a read, a decoder or the device hangs{LONGER}"
+        if self.pulse.exchanging and all(seen.exchanging for seen in self._seen.values()):
+            return "all ranks wait in an exchange; the network between them or a device hangs"
+        return f"no rank waits for another; reads, decoders or devices hang{LONGER}"
 
 
 def _key(rank: int) -> str:

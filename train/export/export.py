@@ -60,7 +60,7 @@ def export(
     loaded, document = _chosen(run_dir, best)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        told = _told(loaded, Provenance.of(*History.read(root / "ledger.jsonl")))
+        told = _told(loaded, Provenance.of(History.read(root / "ledger.jsonl")[0]))
         if form in FORMS:
             FORMS[form](loaded, out, told)
             _describe(loaded, root, out)

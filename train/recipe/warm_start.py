@@ -92,8 +92,8 @@ class WarmStart:
             raise WarmStartError(f"{path} has neither checkpoints nor {EXPORTED}; name a run directory or an export")
         ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
         try:
-            history, entries = History.read(ledger) if ledger.is_file() else (None, [])
-            known = [] if history is None else [Provenance.of(history, entries)]
+            history = History.read(ledger)[0] if ledger.is_file() else None
+            known = [] if history is None else [Provenance.of(history)]
             inside = Provenance.inside(path / EXPORTED if path.is_dir() else path)
         except (LedgerError, ProvenanceError) as error:
             raise WarmStartError(f"{path}: {error}") from None

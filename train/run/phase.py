@@ -70,6 +70,7 @@ def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> No
     """Trains from the checkpoint (of this phase, or of the one before it) to the end of the phase."""
     if not phase.settings.trains:
         return run_without_steps(run, phase, loaded)
+    run.ranks.pulse.preparing = True
     resumed = loaded is not None and loaded.position.phase == phase.number
     model = initial_model(phase, loaded, resumed)
     plan = run.ranks.on_main(lambda: declare(run, phase))
@@ -346,11 +347,7 @@ def require_same_records(
     have to be computed from any of them.
     """
     ranks, here = run.ranks, (phase.number, segment.number)
-    steps = ranks.on_main(
-        lambda: sorted(
-            {at.step for at in run.writer.history.opened if (at.phase, at.segment) == here and at.step > done}
-        )
-    )
+    steps = ranks.on_main(lambda: range(done + 1, run.writer.history.progress[here].opened + 1))
     cache = phase.reading.cache_dir
     everyone = np.arange(phase.index.records if sampler is None else 0)
     drawn: set[int] = set()

@@ -244,9 +244,7 @@ def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | Non
     history = run.writer.history
     chosen = {p.number for p in phases if p.settings.plateau is not None or asked_for(run.folder.end_file, p.name)}
     short = any(
-        plan.steps not in {done.step for done in history.committed if done.phase == phase}
-        for phase, plan in history.plans.items()
-        if phase not in chosen
+        history.last_committed(phase) < plan.steps for phase, plan in history.plans.items() if phase not in chosen
     )
     return BudgetSpent("the run ended before its last step, because its budget was spent") if short else None
 

@@ -88,6 +88,7 @@ class Trainer:
         self._begin(done)
         self._settle()
         self.pace.tick()
+        self.ranks.pulse.preparing = False
         for step in range(done + 1, self.steps + 1):
             if (why := self.ending.reason()) is not None:
                 self.board.say(f"{self.name}  ends after step {step - 1} of {self.steps}: {why}")

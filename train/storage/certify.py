@@ -13,7 +13,7 @@ from murmuration.accounting.certificate.signature import fault_of, signed
 from murmuration.accounting.certificate.statement import uncovered
 from murmuration.accounting.certificate.weights import list_digest, write_lists
 from murmuration.accounting.keys import destroy, load
-from murmuration.accounting.ledger.chain import Ledger, LedgerEntry, LedgerError
+from murmuration.accounting.ledger.chain import Ledger, LedgerError, Lines
 from murmuration.accounting.ledger.heads import NAME as HEADS
 from murmuration.accounting.ledger.heads import logs_of, lost_charges, read_heads
 from murmuration.accounting.ledger.history import History
@@ -93,7 +93,7 @@ def retire(root: Path) -> list[str]:
             load(run_dir.key)
             # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
             journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(secret / HEADS)), "retired")
-            logs = [RunLog((file,)) for file in logs_of(root)]
+            logs = [RunLog.at(file) for file in logs_of(root)]
             certify(run_dir, journal, logs, dict, list, [RETIRED, *([] if logs else [NO_LOG])])
             said.append(f"{name} is finished and certified as far as it went; it cannot be continued")
         destroyed = [destroy(path) for path in (run_dir.key, secret / "new.key")]
@@ -114,7 +114,7 @@ def siblings_of(logs: Sequence[RunLog], own: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def earlier_certificate(run_dir: RunDir, history: History, entries: list[LedgerEntry]) -> dict[str, Any] | None:
+def earlier_certificate(run_dir: RunDir, history: History, entries: Lines) -> dict[str, Any] | None:
     """The certificate of a finished run whose key is destroyed: nobody can sign another one. None where a new one can
     be written."""
     path = run_dir.root / "certificate.json"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from murmuration.accounting.durable import sync
+from murmuration.accounting.durable import remedy, sync
 from murmuration.accounting.escaping import first_line
 from murmuration.accounting.strict_json import parse
 from murmuration.train.distributed.ranks import Ranks, on_all, raised_on_all_ranks
@@ -419,8 +419,8 @@ def _explained(path: Path) -> Iterator[None]:
     except StorageError:
         raise
     except (OSError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        found = error if isinstance(error, OSError) else OSError(str(error))
         raise StorageError(
-            f"{path} could not be written ({why}); the checkpoint before it is whole: free space or fix the "
-            "permissions, then start the same command again"
+            f"{path} could not be written ({found.strerror or found}); the checkpoint before it is whole: "
+            f"{remedy(found)}, then start the same command again"
         ) from None

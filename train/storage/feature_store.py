@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from murmuration.accounting.durable import atomic, sync, try_lock
+from murmuration.accounting.durable import atomic, flush, sync, try_lock
 from murmuration.data.store.index_files import read_json
 from murmuration.train.config.section import RecipeError
 
@@ -132,7 +132,7 @@ class FeatureFolder:
             descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 os.truncate(descriptor, size)
-                os.fsync(descriptor)
+                flush(descriptor)
             finally:
                 os.close(descriptor)
         with atomic(self.path / HEADER, 0o600) as file:  # last: without it, the others are begun anew

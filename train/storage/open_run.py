@@ -213,10 +213,12 @@ class OpenRun:
 
     def _opened_behind(self, phase: int, done: int) -> bool:
         newest = len(self.writer.history.segments_of(phase)) - 1
-        return any((s.phase, s.segment) == (phase, newest) and s.step > done for s in self.writer.history.opened)
+        known = self.writer.history.progress.get((phase, newest))
+        return known is not None and known.opened > done
 
     def _opened_in(self, segment: Segment) -> bool:
-        return any((s.phase, s.segment) == (segment.phase, segment.number) for s in self.writer.history.opened)
+        known = self.writer.history.progress[segment.phase, segment.number]
+        return known.opened > known.begun
 
     def enter_log(self, log: RunLog, phase: str, plan: PrivacyPlan | None, records: str) -> None:
         """On the main rank: registers a phase in the log of all runs on its records, within their budget, and has the
@@ -379,7 +381,7 @@ def _key_of(
             noted.append(known)
     journal.admit_lost(lost_charges(journal.ledger.entries, noted), new_segment)
     journal.witnesses[str(heads)] = lambda head: append(heads, head.as_dict(), 0o600)
-    saved = max((entry.index for entry in journal.ledger.entries if entry.kind == "checkpoint"), default=-1)
+    saved = max((entry.index for entry in journal.ledger.entries.acts if entry.kind == "checkpoint"), default=-1)
     if saved >= 0 and not any(head.length > saved and contains(journal.ledger.entries, head) for head in noted):
         journal.tell_witnesses()  # a kill came between a checkpoint's line and its note
     return key.without_chain()

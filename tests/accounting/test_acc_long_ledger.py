@@ -1,0 +1,104 @@
+"""A ledger of many steps: what a process keeps of it is bounded, and every reader asks for one line at a time."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from murmuration.accounting.certificate.verify import verify
+from murmuration.accounting.ledger import chain
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.journal import Journal
+from tests.support.acc_world import PLAN, begin, certified, facts, reopen, train
+
+STEPS = 600
+
+
+def kept_by(act: Callable[[], object]) -> int:
+    """Bytes that are still in use when it has returned, with what it returned."""
+    tracemalloc.start()
+    try:
+        before, kept = tracemalloc.get_traced_memory()[0], act()
+        assert kept is not None
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def long(folder: Path, steps: int) -> Journal:
+    plan = replace(PLAN, steps=4 * STEPS, epsilon_budget=50.0)
+    journal = begin(folder, plan)
+    for first in range(1, steps, 50):
+        train(journal, range(first, first + 50), plan)
+        journal.checkpointed(0, first + 49, f"digest-{first}")
+    return journal
+
+
+def test_a_step_leaves_a_few_bytes_in_memory(tmp_path: Path) -> None:
+    """Whoever writes a ledger, goes on with one or reads one: 8.6 kB a step were 8.6 GB for a million."""
+    short, whole = tmp_path / "short", tmp_path / "whole"
+    written = [kept_by(lambda folder=folder, steps=steps: long(folder, steps)) for folder, steps in (
+        (short, STEPS), (whole, 3 * STEPS))]  # fmt: skip
+    opened = [kept_by(lambda folder=folder: reopen_apart(folder)) for folder in (short, whole)]
+    found = [kept_by(lambda folder=folder: History.read(folder / "ledger.jsonl")) for folder in (short, whole)]
+    for less, more in (written, opened, found):
+        assert (more - less) / (2 * STEPS) < 120, (written, opened, found)
+
+
+def reopen_apart(folder: Path) -> Journal:
+    """A copy, since the file itself is still locked."""
+    copy = folder / "copy"
+    copy.mkdir()
+    (copy / "ledger.jsonl").write_bytes((folder / "ledger.jsonl").read_bytes())
+    return reopen(copy)
+
+
+def test_what_is_kept_of_a_ledger_answers_as_the_whole_one(tmp_path: Path) -> None:
+    journal = long(tmp_path, 100)
+    entries, raw = journal.ledger.entries, (tmp_path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(entries) == len(raw) and [entry.line() for entry in entries] == raw
+    assert [entries[place].line() for place in (0, 7, -1)] == [raw[0], raw[7], raw[-1]]
+    assert [entry.line() for entry in entries[5:9]] == raw[5:9] and entries[len(raw) :] == []
+    with pytest.raises(IndexError):
+        entries[len(raw)]
+    assert journal.ledger.head == entries[-1].hash
+    assert [entry.kind for entry in entries.acts] == ["run", "plan", "segment", "checkpoint", "checkpoint"]
+    assert History.of(entries) == journal.history
+
+
+def test_what_a_checkpoint_holds_is_never_replayed(tmp_path: Path) -> None:
+    plan = replace(PLAN, steps=4)
+    journal = begin(tmp_path, plan)
+    train(journal, range(1, 3), plan)
+    journal.checkpointed(0, 1, "digest")
+    journal.open_step(0, 2, facts(2, plan))  # behind it: a replay, which writes nothing
+    with pytest.raises(chain.LedgerError, match="was opened before"):
+        journal.open_step(0, 1, facts(1, plan))
+    with pytest.raises(chain.LedgerError, match="before it is opened"):
+        journal.commit_step(0, 1, facts(1, plan))
+    assert journal.history.steps() == (2, 2)
+
+
+def test_lines_are_encoded_once_and_charges_counted_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification was 1,440 processor seconds for 72,000 steps where every question added up all of them."""
+    journal = long(tmp_path, 100)
+    journal.finish()
+    certified(journal)
+    encoded, charged = [0], [0]
+    encode, event = chain._canonical, History._event
+    monkeypatch.setattr(chain, "_canonical", lambda value: (encoded.__setitem__(0, encoded[0] + 1), encode(value))[1])
+    monkeypatch.setattr(History, "_event", lambda *given: (charged.__setitem__(0, charged[0] + 1), event(*given))[1])
+    assert verify(tmp_path).opened == 100
+    assert encoded[0] == journal.ledger.length and charged[0] <= 2
+
+
+def test_steps_come_one_after_the_other(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    with pytest.raises(chain.LedgerError, match="while step 1 had not ended"):
+        journal.open_step(0, 2, facts(2))
