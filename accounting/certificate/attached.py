@@ -39,9 +39,7 @@ class Attached:
     unchecked: list[str] = field(default_factory=list)
 
 
-def check_attached(
-    folder: Path, certificate: dict[str, Any], history: History, signer: str | None = None
-) -> Attached:
+def check_attached(folder: Path, certificate: dict[str, Any], history: History, signer: str | None = None) -> Attached:
     """`signer` is the public key that the reader has from another source."""
     found = Attached(history.run["signer"])
     if signer is not None and signer != found.signed_by:

@@ -105,7 +105,7 @@ def test_public_sinks_show_no_private_quantity(finished: tuple[Path, str]) -> No
         if entry["phase"] == "private":
             assert f"{entry['loss']:.6f}"[:8] not in shown
     assert "samples/s (timed on synthetic records)" in output
-    assert any(line["kind"] == "curves" for line in ledger_lines(run_dir)), "this config asks for them"
+    assert any(line.get("what") == "private_curves" for line in ledger_lines(run_dir)), "this config asks for them"
     assert "Decisions taken by them are outside the claim" in (run_dir / "certificate.md").read_text()
 
 
