@@ -83,7 +83,7 @@ def test_what_cannot_be_read_now_asks_to_be_resumed(pictures: Path, monkeypatch,
 def test_rows_whose_label_or_unit_is_no_text_are_left_out(pictures: Path) -> None:
     """Latin-1 in a table that is read as UTF-8: the rest is packed."""
     (pictures / "t.csv").write_bytes(b"image,label,who\n0.jpg,h\xe4m,a\n0.jpg,x,\xe4\n1.jpg,x,a\n")
-    command = "pack pics --csv t.csv --label label --unit who --out o --workers 1"
+    command = "pack pics --csv t.csv --label label --classes-from-rows --unit who --out o --workers 1"
     assert main(command.split()) == 0
     lines = (pictures / "o" / "left_out.jsonl").read_text().splitlines()
     assert len(lines) == 2 and all("its label or its unit is not UTF-8" in line for line in lines)
