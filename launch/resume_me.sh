@@ -4,8 +4,8 @@ state_before=$(state)
 
 # ended CODE [ARGUMENT ...]: prints the exit code of this start, whose launcher ended with CODE: 75 if the same command
 # continues the run, and 0 only if the run is done. Launchers do not always pass on what happened: deepspeed ends with 0
-# when its own middle process is killed. A start that was refused may have written no state: the file then still says how
-# an earlier one ended. No two written states are equal.
+# when its own middle process is killed. A start that was refused may have written no state: the file then still says
+# how an earlier one ended. No two written states are equal.
 ended() {
     state_now=$(state)
     written=$state_now

@@ -18,12 +18,16 @@ command -v git >/dev/null || need git git git
 
 echo "Setting up .venv: about 5 GB on disk, most of it PyTorch with its GPU libraries."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-# A file that is not one of the tested ones is refused: uv compares the hashes in its constraints, pip those of its list.
+# A file that is not one of the tested ones is refused. Of pip, constraints do not ask for hashes, so it gets a list.
 sed -n '/^uv==/,/[^\\]$/p' constraints.txt > .venv/uv.txt
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.txt
 # Compiled here and once: where PYTHONDONTWRITEBYTECODE is set, as in many containers, every start would compile anew.
 .venv/bin/uv pip install --quiet --compile-bytecode --python .venv/bin/python -r pyproject.toml --extra dev \
-    -c constraints.txt || { echo "error: not installed, for the reason above; if a hash differs because PyTorch comes from another index (for the CPU alone): UV_NO_VERIFY_HASHES=1 make setup" >&2; exit 2; }
+    -c constraints.txt || {
+    echo "error: not installed, for the reason above; if a hash differs because PyTorch comes from another index (for" \
+        "the CPU alone): UV_NO_VERIFY_HASHES=1 make setup" >&2
+    exit 2
+}
 .venv/bin/python -c 'import torch, deepspeed, timm' 2>/dev/null >/dev/null \
     || { echo "error: the installed packages do not import; remove .venv and run make setup again" >&2; exit 2; }
 echo "Ready: .venv/bin/python"

@@ -40,7 +40,7 @@ if [ "$code" = 75 ]; then
         scontrol requeue "$SLURM_JOB_ID"
         exit 75
     fi
-    echo "error: stopped (code $launched) before anything was done, so it is not queued again; see the messages above" >&2
+    echo "error: stopped (code $launched) before anything was done, so it is not queued again; see above for why" >&2
     [ "$launched" = 0 ] || code=$launched
 fi
 exit "$code"

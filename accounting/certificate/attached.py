@@ -111,7 +111,7 @@ def _check_provenance(path: Path, expected: Provenance, found: Attached) -> None
             f"{path.name} says that it was made from other runs or records than the ledger says; export it again"
         )
     else:
-        found.checked.append(f"{path.name} says of what it was made from what the ledger says")
+        found.checked.append(f"{path.name} names the runs and records that the ledger names")
 
 
 def _require_certified(certified: dict[str, dict[str, Any]], lists: dict[str, dict[str, str]]) -> None:

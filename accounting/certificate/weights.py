@@ -55,13 +55,13 @@ def read_lists(folder: Path) -> dict[str, dict[str, str]] | None:
     if not path.is_file():
         return None
     found = parse(path.read_bytes())
-    if not isinstance(found, dict) or not all(_is_list(tensors) for tensors in found.values()):
+    if not isinstance(found, dict) or not all(_of_texts(tensors) for tensors in found.values()):
         raise WeightsFileError(f"{path} is not a list of tensors; restore it")
     return found
 
 
-def _is_list(tensors: Any) -> bool:
-    return isinstance(tensors, dict) and all(isinstance(value, str) for value in tensors.values())
+def _of_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
@@ -123,7 +123,10 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], int, dict[str, Any], dict[s
             header = parse(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             _require_nothing_between([entry["data_offsets"] for entry in entries.values()], path, 8 + length)
-            yield file, 8 + length, entries, dict(header.get("__metadata__", {}))
+            metadata = header.get("__metadata__", {})
+            if not _of_texts(metadata):
+                raise ValueError("its metadata are no texts")
+            yield file, 8 + length, entries, metadata
         except WeightsFileError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:

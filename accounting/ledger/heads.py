@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from murmuration.accounting.durable import flush, naming
 from murmuration.accounting.json_lines import whole_lines
@@ -39,26 +39,34 @@ def append(path: Path, line: dict[str, Any], mode: int) -> None:
         os.close(descriptor)
 
 
-def note_log(secret: Path, log: Path) -> None:
-    """Notes in the secret folder where a log of runs lies that knows this run."""
-    if log.resolve() not in _noted_logs(secret):
-        append(secret / LOGS, {"log": str(log.resolve())}, 0o600)
+class Noted(NamedTuple):
+    """Where the log of all runs on some records lies, and why it may not know all of them."""
+
+    logs: tuple[Path, ...]
+    unknown: str | None
 
 
-def logs_of(run_dir: Path) -> list[Path]:
-    """The logs of runs that know this run. One inside the run directory would come with a forged one."""
-    return [log for log in _noted_logs(run_dir / "secret") if run_dir.resolve() not in log.parents]
+def note_logs(secret: Path, logs: Sequence[Path], unknown: str | None) -> None:
+    line = {"logs": [str(log.resolve()) for log in logs], "unknown": unknown}
+    if logs and line not in whole_lines(secret / LOGS):
+        append(secret / LOGS, line, 0o600)
 
 
-def _noted_logs(secret: Path) -> list[Path]:
-    found = [line.get("log") for line in whole_lines(secret / LOGS)]
-    return [Path(log) for log in found if isinstance(log, str)]
+def logs_of(run_dir: Path) -> list[Noted]:
+    """What a run noted. A log inside the run directory would come with a forged one."""
+    found = []
+    for line in whole_lines(run_dir / "secret" / LOGS):
+        told, unknown = line.get("logs"), line.get("unknown")
+        logs = [Path(log) for log in told if isinstance(log, str)] if isinstance(told, list) else []
+        if outside := tuple(log for log in logs if run_dir.resolve() not in log.parents):
+            found.append(Noted(outside, unknown if isinstance(unknown, str) else None))
+    return found
 
 
 def log_with_signer(run_dir: Path, run: str, signer: str) -> Path | None:
     """A log outside the run directory that knows the run by its id, with the key that signs it."""
     known = {"id": run, "signer": signer}.items()
-    for log in logs_of(run_dir):
+    for log in (log for noted in logs_of(run_dir) for log in noted.logs):
         with contextlib.suppress(OSError):
             if any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
                 return log

@@ -28,7 +28,7 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.keys import RunKey, store
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.heads import NAME, append, note_log
+from murmuration.accounting.ledger.heads import NAME, append, note_logs
 from murmuration.accounting.ledger.history import History
 from murmuration.train.commands.retire import main as retire
 from murmuration.train.storage.certify import NO_LOG, OF_THIS_TRAINER, RETIRED, earlier_certificate
@@ -86,7 +86,7 @@ def log(folder: Path, signer: str = public_key(KEY)) -> None:
     history, _ = History.read(folder / "ledger.jsonl")
     (folder / "secret").mkdir(exist_ok=True)
     append(folder.parent / "runs.jsonl", {"id": history.run_id, "signer": signer}, 0o644)
-    note_log(folder / "secret", folder.parent / "runs.jsonl")
+    note_logs(folder / "secret", [folder.parent / "runs.jsonl"], None)
 
 
 def log_within(folder: Path) -> None:
@@ -94,7 +94,7 @@ def log_within(folder: Path) -> None:
     log(folder)
     (folder / "runs.jsonl").write_bytes((folder.parent / "runs.jsonl").read_bytes())
     (folder / "secret" / "logs.jsonl").unlink()
-    note_log(folder / "secret", folder / "runs.jsonl")
+    note_logs(folder / "secret", [folder / "runs.jsonl"], None)
 
 
 def other_provenance(folder: Path) -> None:
@@ -205,6 +205,13 @@ def behind_a_nameless_one(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(len(nameless).to_bytes(8, "little") + nameless + content[8 + length :])
 
 
+def number_as_provenance(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8 : 8 + length]) | {"__metadata__": {"murmuration": 5}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
 @pytest.mark.parametrize(
     "change, fault",
     [
@@ -213,6 +220,7 @@ def behind_a_nameless_one(folder: Path) -> None:
         (relisted, "weights.json is not the one that was certified"),
         (one_more, "the tensor 'extra' is not the one that was certified"),
         (lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40), "not a safetensors file"),
+        (number_as_provenance, "its metadata are no texts"),
         (lambda folder: (folder / "weights.json").unlink(), "weights.json is missing"),
         (lambda folder: (folder / "weights.json").write_text("[]"), "weights.json is not a list of tensors"),
     ],
@@ -323,17 +331,25 @@ def test_a_certificate_no_longer_covers_a_run_of_which_more_was_declared(tmp_pat
 
 
 @pytest.mark.parametrize("logged", [False, True])
+@pytest.mark.parametrize("unknown", [None, "shards have hard links"])
 def test_a_retired_run_is_closed_certified_and_without_a_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: bool, unknown: str | None
 ) -> None:
-    """The certificate states what that of a finished run states, and the siblings that the log of runs knows."""
+    """The certificate states what that of a finished run states, and the siblings that the log of runs knows: those on
+    the same records, and whether there may be others."""
     key, runs = RunKey.fresh(), tmp_path.parent / f"{tmp_path.name}.jsonl"
     store(key, tmp_path / "secret" / "run.key")
     journal = begin(tmp_path, key=key)
     if logged:
-        for run, name, private in ((journal.history.run_id, "tiny", True), ("b", "twin", False)):
-            append(runs, {"id": run, "run": name, "phase": "private", "private": private}, 0o644)
-        note_log(tmp_path / "secret", runs)
+        own = journal.history.run_id
+        for run, name, private, shard in (
+            (own, "tiny", True, "1"),
+            ("b", "twin", False, "1"),
+            ("c", "other", True, "2"),
+        ):
+            line = {"id": run, "run": name, "phase": "private", "private": private, "shards": [shard]}
+            append(runs, line, 0o644)
+        note_logs(tmp_path / "secret", [runs], unknown)
     train(journal, range(1, 4))
     assert retire([str(tmp_path)]) == 5, "while a process writes the ledger"
     assert "in use by another process" in capsys.readouterr().err
@@ -346,7 +362,9 @@ def test_a_retired_run_is_closed_certified_and_without_a_key(
     assert {*OF_THIS_TRAINER, RETIRED} <= set(document["known_deviations"])
     assert (NO_LOG in document["known_deviations"]) is not logged
     assert [each["run"] for each in document["siblings"]] == (["twin"] if logged else [])
-    assert ("claim_of" in (tmp_path.parent / f"{tmp_path.name}.jsonl").read_text()) if logged else True
+    assert not logged or "claim_of" in runs.read_text()
+    told = [each for each in document["known_deviations"] if "may not be known: shards have hard links" in each]
+    assert bool(told) is (logged and unknown is not None)
     verdict = verify(tmp_path)
     assert verdict.claimed == PLAN.epsilon_budget and "ended after 3 of 40" in (verdict.claimed_because or "")
     assert verdict.attached is not None and verdict.attached.signed_by == public_key(key)

@@ -16,6 +16,7 @@ from webdataset import TarWriter
 from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.ledger.facts import Charge, Head
+from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.open import open_index
 from murmuration.data.index.salt import SALT
 from murmuration.data.index.shard_index import build
@@ -344,6 +345,8 @@ def test_what_no_log_can_know_is_said_and_no_budget_pretends_to_bind(
         assert RunLog.of(open_index(tmp_path / "one")).budget() is None, "refused, and so nowhere"
         assert prepare_command.main([*command, "--budget", "8", "--registry", str(registry)]) == 0
         assert prepare_command.main([*command[:-1], str(tmp_path / "two")]) == 0
+        stream = RunLog.of(StreamIndex(command[1], 1, 4))
+        assert stream.places == (), "nothing in the folder that a program happens to be started in"
     one, two = (open_index(tmp_path / name) for name in ("one", "two"))
     alone = RunLog.of(two)
     assert "name a writable folder in run.registry" in (alone.register("b", "private", "alone", 8.0, 1e-5) or "")

@@ -67,7 +67,6 @@ def _declare_plan(run: RunContext, phase: ReadyPhase, privacy: Privacy) -> Priva
     units = run.contents(phase).get("units", "")
     plan = plan_of_phase(phase.settings, privacy, phase.n, where, known, noise, units)
     run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
-    run.board.say(f"{phase.name}  protects {plan.unit}: n = {plan.records:,}")
     return plan
 
 

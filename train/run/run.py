@@ -92,8 +92,8 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
     parted = False
     try:
         for phase in phases:
-            if phase.private:
-                run.ranks.on_main(lambda phase=phase: declare(run, phase))
+            if phase.private and (plan := run.ranks.on_main(lambda phase=phase: declare(run, phase))) is not None:
+                run.board.say(f"{phase.name}  protects {plan.unit}: n = {plan.records:,}")
         run.ranks.on_main(lambda: _declare_choices(run))
         run.ranks.on_main(lambda: _tell_objection(run))
         run.ranks.on_main(lambda: run.board.describe(shown_config(run.config), *_compared(run, phases)))

@@ -93,8 +93,12 @@ def retire(root: Path) -> list[str]:
             load(run_dir.key)
             # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
             journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(secret / HEADS)), "retired")
-            logs = [RunLog.at(file) for file in logs_of(root)]
-            certify(run_dir, journal, logs, dict, list, [RETIRED, *([] if logs else [NO_LOG])])
+            noted = logs_of(root)
+            logs = [RunLog.of_run(each.logs, journal.history.run_id) for each in noted]
+            unknown = [
+                f"Other runs on the same records may not be known: {each.unknown}." for each in noted if each.unknown
+            ]
+            certify(run_dir, journal, logs, dict, list, [RETIRED, *unknown, *([] if logs else [NO_LOG])])
             said.append(f"{name} is finished and certified as far as it went; it cannot be continued")
         destroyed = [destroy(path) for path in (run_dir.key, secret / "new.key")]
         said.append("its key is destroyed" if any(destroyed) else "there was no key left")

@@ -22,7 +22,7 @@ from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import Head, Segment
 from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import append, contains, lost_charges, note_log, read_heads
+from murmuration.accounting.ledger.heads import append, contains, lost_charges, note_logs, read_heads
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import RecordDigests
 from murmuration.accounting.plan import PrivacyPlan
@@ -239,8 +239,7 @@ class OpenRun:
             )  # fmt: skip
         if warning is not None:
             self.say(warning)
-        for file in log.files:
-            note_log(self.folder.key.parent, file)
+        note_logs(self.folder.key.parent, log.files, log.unknown_to_others(history.run_id))
         if plan is not None and not seeded:
             self.writer.witnesses[str(log)] = log.note
 

@@ -58,14 +58,14 @@ class Place:
     shared: bool = True
     """Whether other indexes of the same records look here."""
     registry: bool = False
+    keyed: frozenset[str] = field(default=frozenset(), repr=False)
+    """What stands for `shards`, where these need not be at hand."""
 
     def lines(self) -> list[dict[str, Any]]:
         """Those that are about these records. OSError if they cannot be read."""
-        found = whole_lines(self.file)
-        salt = None if self.salt is None else readable_salt(self.salt)
-        if salt is None:
+        found, ours = whole_lines(self.file), self._ours()
+        if ours is None:
             return found
-        ours = _keyed(salt, self.shards)
 
         def elsewhere(line: dict[str, Any]) -> bool:
             return isinstance(line.get("shards"), list) and ours.isdisjoint(map(str, line["shards"]))
@@ -78,11 +78,13 @@ class Place:
         """OSError or ShardError if that fails."""
         if self.registry and self.salt is not None:
             write_once(self.salt, secrets.token_bytes(32), 0o600)
-            salt = read_salt(self.salt)
-        else:
-            salt = None if self.salt is None else readable_salt(self.salt)
-        told = {} if salt is None else {"shards": sorted(_keyed(salt, self.shards))}
-        append(self.file, line | told, 0o644)
+            read_salt(self.salt)
+        ours = self._ours()
+        append(self.file, line if ours is None else line | {"shards": sorted(ours)}, 0o644)
+
+    def _ours(self) -> frozenset[str] | None:
+        salt = None if self.salt is None else readable_salt(self.salt)
+        return self.keyed or None if salt is None else _keyed(salt, self.shards)
 
 
 @lru_cache(maxsize=64)
@@ -123,8 +125,10 @@ class RunLog:
         cut = index.cut if isinstance(index, SplitIndex) else None
         if isinstance(whole, StreamIndex):  # its shards' contents are not known
             paths = [Path(os.path.realpath(place)) for place in whole.places if isinstance(place, Path)]
-            root = os.path.commonpath([path.parent for path in paths]) if paths else ""
-            return RunLog(tuple(_beside(folders_of(Path(root), map(str, paths)), [(path, "") for path in paths])), cut)
+            if not paths:
+                return RunLog((), cut)
+            root = Path(os.path.commonpath([path.parent for path in paths]))
+            return RunLog(tuple(_beside(folders_of(root, map(str, paths)), [(path, "") for path in paths])), cut)
         if not isinstance(whole, ShardIndex | FolderIndex):
             return RunLog((), cut)
         folders = folders_beside(whole)
@@ -144,6 +148,18 @@ class RunLog:
     @staticmethod
     def at(*files: Path) -> RunLog:
         return RunLog(tuple(Place(file) for file in files))
+
+    @staticmethod
+    def of_run(files: Sequence[Path], run: str) -> RunLog:
+        """The log of the runs on this one's records: its own lines tell which shards those are."""
+        places = []
+        for file in files:
+            keyed: set[str] = set()
+            with contextlib.suppress(OSError):  # then a run that nobody knows is among the siblings
+                own = [line.get("shards") for line in whole_lines(file) if line.get("id") == run]
+                keyed = {str(each) for shards in own if isinstance(shards, list) for each in shards}
+            places.append(Place(file, keyed=frozenset(keyed)))
+        return RunLog(tuple(places))
 
     @staticmethod
     def beside(folder: Path) -> RunLog:
