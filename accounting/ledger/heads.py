@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +47,10 @@ def note_log(secret: Path, log: Path) -> None:
 
 
 def logs_of(run_dir: Path) -> list[Path]:
-    """The logs of runs that know this run. One inside the run directory would come with a forged one."""
-    return [log for log in _noted_logs(run_dir / "secret") if run_dir.resolve() not in log.parents]
+    """The logs of runs that know this run. One inside the run directory would come with a forged one, and so would one
+    whose place is named by way of where the reader happens to be: a relative path, or a link."""
+    noted = [log for log in _noted_logs(run_dir / "secret") if str(log.resolve()) == str(log)]
+    return [log for log in noted if run_dir.resolve() not in log.parents]
 
 
 def _noted_logs(secret: Path) -> list[Path]:
@@ -56,11 +59,14 @@ def _noted_logs(secret: Path) -> list[Path]:
 
 
 def log_with_signer(run_dir: Path, run: str, signer: str) -> Path | None:
-    """A log outside the run directory that knows the run by its id, with the key that signs it."""
+    """A log outside the run directory that knows the run by its id, with the key that signs it. The run directory says
+    where it lies, so it counts only where nobody but the reader can have written it."""
     known = {"id": run, "signer": signer}.items()
     for log in logs_of(run_dir):
         with contextlib.suppress(OSError):
-            if any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
+            about = log.stat()
+            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if own and any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
                 return log
     return None
 
