@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,22 +54,27 @@ def note_logs(secret: Path, logs: Sequence[Path], unknown: str | None) -> None:
 
 
 def logs_of(run_dir: Path) -> list[Noted]:
-    """What a run noted. A log inside the run directory would come with a forged one."""
+    """What a run noted. A log inside the run directory would come with a forged one, and so would one whose place is
+    named by way of where the reader happens to be: a relative path, or a link."""
     found = []
     for line in whole_lines(run_dir / "secret" / LOGS):
         told, unknown = line.get("logs"), line.get("unknown")
         logs = [Path(log) for log in told if isinstance(log, str)] if isinstance(told, list) else []
-        if outside := tuple(log for log in logs if run_dir.resolve() not in log.parents):
+        plain = [log for log in logs if str(log.resolve()) == str(log)]
+        if outside := tuple(log for log in plain if run_dir.resolve() not in log.parents):
             found.append(Noted(outside, unknown if isinstance(unknown, str) else None))
     return found
 
 
 def log_with_signer(run_dir: Path, run: str, signer: str) -> Path | None:
-    """A log outside the run directory that knows the run by its id, with the key that signs it."""
+    """A log outside the run directory that knows the run by its id, with the key that signs it. The run directory says
+    where it lies, so it counts only where nobody but the reader can have written it."""
     known = {"id": run, "signer": signer}.items()
     for log in (log for noted in logs_of(run_dir) for log in noted.logs):
         with contextlib.suppress(OSError):
-            if any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
+            about = log.stat()
+            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if own and any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
                 return log
     return None
 

@@ -93,6 +93,8 @@ class PublicSplit:
     records: int
     public_fraction: float
     unit: str | None = None
+    others: bool = False
+    """Whether it is of another set that has some of these records: it deals them out differently."""
 
     def __post_init__(self) -> None:
         if not 0 < self.public_fraction < 1:
@@ -100,7 +102,8 @@ class PublicSplit:
 
     @property
     def things(self) -> str:
-        return "records" if self.unit is None else f"units by {self.unit!r}"
+        things = "records" if self.unit is None else f"units by {self.unit!r}"
+        return f"{things} of another set (or of other files under the same names)" if self.others else things
 
 
 def public_share(records: int, fraction: float, what: str = "record") -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,20 @@ def log_within(folder: Path) -> None:
     note_logs(folder / "secret", [folder / "runs.jsonl"], None)
 
 
+def log_by_the_way(folder: Path) -> None:
+    """Of what he sends along, a forger knows no path from the root, but how to get there from any."""
+    log(folder)
+    (folder / "secret" / "logs.jsonl").unlink()
+    up = os.path.relpath("/", Path.cwd())
+    for way in (f"{up}{folder.parent}", f"/proc/self/cwd/{up}{folder.parent}", f"{folder}/.."):
+        append(folder / "secret" / "logs.jsonl", {"log": f"{way}/runs.jsonl"}, 0o600)
+
+
+def log_of_anybody(folder: Path) -> None:
+    log(folder)
+    (folder.parent / "runs.jsonl").chmod(0o666)
+
+
 def other_provenance(folder: Path) -> None:
     told = {"format": "pt", "murmuration": json.dumps({"origins": [], "undeclared": None})}
     save_file(TENSORS, folder / "model.safetensors", told)
@@ -118,6 +133,8 @@ SIGNER_GIVEN = ("--signer", public_key(KEY))
         (log, (), (0, 0), "that is the run's key by the log of runs"),
         (lambda folder: log(folder, "ab" * 32), (), (7, 8), "whether that is the run's key"),
         (log_within, (), (7, 8), "whether that is the run's key"),
+        (log_by_the_way, (), (7, 8), "whether that is the run's key"),
+        (log_of_anybody, (), (7, 8), "whether that is the run's key"),
         (lambda folder: (folder / "certificate.json").unlink(), SIGNER_GIVEN, (7, 8), "there is no certificate"),
         (lambda folder: (folder / "model.pt").write_bytes(b"a pickle"), SIGNER_GIVEN, (7, 8), "not a safetensors file"),
         (lambda folder: (folder / "model.safetensors").unlink(), SIGNER_GIVEN, (7, 8), "none of those"),

@@ -97,9 +97,30 @@ def test_another_number_of_records_would_be_dealt_out_anew(world: Path) -> None:
     (world / "more" / "000000.tar").rename(world / "set" / "000009.tar")
     build(world / "set")
     with pytest.raises(
-        RecipeError, match=r"with public_fraction 0\.1 of 60 records, but the config asks for 0\.1 of 65"
+        RecipeError, match=r"with public_fraction 0\.1 of 60 records of another.*, but the config asks for 0\.1 of 65"
     ):
         ready(world, part(PRIVATE, 0.1))
+
+
+def test_of_sets_that_overlap_and_are_equally_large_the_second_is_not_cut_by_its_numbers(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of 60 records each, of shards that both have one of: some that the first protects are public in the
+    second."""
+    write_shards(world / "three", shape_samples(5, 90, 32), 30)
+    for name, numbers in (("one", (0, 1)), ("two", (1, 2))):
+        build([world / "three" / f"{number:06d}.tar" for number in numbers], world / name)
+    private, public = (SplitIndex(open_index(world / name), 0.5, name == "two") for name in ("one", "two"))
+    places = [{(str(at[0].resolve()), *at[1:]) for at in map(each.locate, range(30))} for each in (private, public)]
+    assert places[0] & places[1] and private.cut == public.cut
+    ready(world, part(PRIVATE | {"data": {"path": "one"}}, 0.5))
+    with pytest.raises(RecipeError, match="of 60 records of another set"):
+        ready(world, part(PUBLIC | {"data": {"path": "two", "public": True}}, 0.5))
+    assert train(["--config", str(world / "config.json")]) == 2
+    assert "0.5 of 60 records of another set" in capsys.readouterr().err
+    with pytest.raises(ShardError, match="of another set"):
+        RunLog.of(public).freeze()
+    ready(world, part(PRIVATE | {"data": {"path": "one"}}, 0.5))
 
 
 def test_a_set_with_a_public_part_is_protected_as_a_whole_by_no_phase(world: Path) -> None:

@@ -379,3 +379,21 @@ def test_of_shards_in_one_folder_only_those_that_are_shared_count(tmp_path: Path
     write_shards(tmp_path, shape_samples(9, 6, 16), 6)
     packed_again = build([tmp_path / "000000.tar"], tmp_path / "packed")
     assert [entry["id"] for entry in RunLog.of(packed_again).siblings()] == ["a"], "under the same name"
+
+
+def test_what_a_registry_holds_of_other_records_or_under_another_salt_hides_no_run(tmp_path: Path) -> None:
+    for seed, name in enumerate(("set", "other")):
+        write_shards(tmp_path / name, shape_samples(seed + 2, 12, 16), 6)
+        build(tmp_path / name)
+    (registry := tmp_path / "registry").mkdir()
+    other, log = (RunLog.of(open_index(tmp_path / name), str(registry)) for name in ("other", "set"))
+    other.set_budget(8.0)  # a line about no run
+    assert log.register("a", "private", "first", 8.0, 1e-5) is None
+    alone = RunLog(tuple(place for place in log.places if place.registry))
+    assert [entry["run"] for entry in alone.siblings()] == ["first"] and alone.budget() is None
+    (registry / SALT).write_bytes(bytes(32))
+    assert [entry["run"] for entry in alone.siblings()] == ["first"] and alone.budget() == 8.0
+    (registry / SALT).write_bytes(b"cut")
+    assert [entry["run"] for entry in alone.siblings()] == ["first"]
+    with pytest.raises(DataBudgetError, match="damaged"):
+        alone.register("b", "private", "second", 8.0, 1e-5)

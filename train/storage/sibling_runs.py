@@ -19,8 +19,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -50,7 +50,8 @@ class DataBudgetError(RunError, RuntimeError):
 @dataclass(frozen=True)
 class Place:
     """One file of the log. `shards` tells these records from others, under the salt in this file; lines about other
-    shards alone do not count. Where no salt can be read, every line counts."""
+    shards alone do not count. Where no salt can be read, every line counts, and so does a line under another salt.
+    `whole`: the digest of the whole set, of which these may be a part."""
 
     file: Path
     salt: Path | None = None
@@ -58,51 +59,72 @@ class Place:
     shared: bool = True
     """Whether other indexes of the same records look here."""
     registry: bool = False
-    keyed: frozenset[str] = field(default=frozenset(), repr=False)
-    """What stands for `shards`, where these need not be at hand."""
+    whole: str = field(default="", repr=False)
+    of_line: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """What a line of these records says of them, where the records need not be at hand."""
 
     def lines(self) -> list[dict[str, Any]]:
         """Those that are about these records. OSError if they cannot be read."""
-        found, ours = whole_lines(self.file), self._ours()
-        if ours is None:
+        found, told = whole_lines(self.file), self._told()
+        if not told:
             return found
+        ours = set(told["shards"])
 
         def elsewhere(line: dict[str, Any]) -> bool:
-            return isinstance(line.get("shards"), list) and ours.isdisjoint(map(str, line["shards"]))
+            shards = line.get("shards")
+            return isinstance(shards, list) and line.get("salt") == told["salt"] and ours.isdisjoint(map(str, shards))
 
         mine = [line for line in found if not elsewhere(line)]
-        others = {str(line.get("id")) for line in found if elsewhere(line)} - {str(line.get("id")) for line in mine}
-        return [line for line in mine if str(line.get("claim_of", line.get("ledger_of"))) not in others]
+        others = {str(line["id"]) for line in found if "id" in line and elsewhere(line)}
+        others -= {str(line["id"]) for line in mine if "id" in line}
+        of_runs = ("claim_of", "ledger_of")
+        return [line for line in mine if not any(str(line[key]) in others for key in of_runs if key in line)]
+
+    def cuts(self) -> Iterator[PublicSplit]:
+        """How these records, or some of them, were split. OSError or ValueError if that cannot be read."""
+        told = self._told()
+        for line in self.lines() if self.salt is not None else []:
+            if "public_split" in line:
+                cut = read(PublicSplit, line["public_split"])
+                yield replace(cut, others="set" in told and "set" in line and line["set"] != told["set"])
 
     def add(self, line: dict[str, Any]) -> None:
         """OSError or ShardError if that fails."""
         if self.registry and self.salt is not None:
             write_once(self.salt, secrets.token_bytes(32), 0o600)
             read_salt(self.salt)
-        ours = self._ours()
-        append(self.file, line if ours is None else line | {"shards": sorted(ours)}, 0o644)
+        append(self.file, line | self._told(), 0o644)
 
-    def _ours(self) -> frozenset[str] | None:
+    def _told(self) -> dict[str, Any]:
+        """What a line says of these records: the names of the salt, of the set and of its shards. Nothing where no salt
+        can be read."""
         salt = None if self.salt is None else readable_salt(self.salt)
-        return self.keyed or None if salt is None else _keyed(salt, self.shards)
+        if salt is None:
+            return dict(self.of_line)
+        names = {"salt": _digest(salt, "salt"), "set": _digest(salt, f"set {self.whole}")}
+        return {**names, "shards": sorted(_keyed(salt, self.shards))}
 
 
 @lru_cache(maxsize=64)
 def _keyed(salt: bytes, shards: tuple[str, ...]) -> frozenset[str]:
-    def of(shard: str) -> str:
-        return hashlib.blake2b(os.fsencode(shard), digest_size=8, key=salt, person=b"mur-run-shard").hexdigest()
-
-    return frozenset(map(of, shards))
+    return frozenset(_digest(salt, shard) for shard in shards)
 
 
-def _beside(folders: Sequence[Path], files: Sequence[tuple[Path, str]]) -> list[Place]:
+def _digest(salt: bytes, what: str) -> str:
+    return hashlib.blake2b(os.fsencode(what), digest_size=8, key=salt, person=b"mur-run-shard").hexdigest()
+
+
+def _beside(folders: Sequence[Path], files: Sequence[tuple[Path, str]], whole: str = "") -> list[Place]:
     """The log in each of these folders is about the files in it; that in the first, about all. `files`: with digests of
     their contents, as far as they are known. Files that were replaced under their names count, too."""
     within: dict[Path, list[str]] = {folder: [] for folder in folders}
     for path, digest in files:
         for folder in {folders[0], path.parent} & within.keys():
             within[folder] += [f"name {os.path.relpath(path, folder)}", *([f"content {digest}"] if digest else [])]
-    return [Place(each / BESIDE_SHARDS, each / BESIDE_RECORDS, tuple(shards)) for each, shards in within.items()]
+    return [
+        Place(each / BESIDE_SHARDS, each / BESIDE_RECORDS, tuple(shards), whole=whole)
+        for each, shards in within.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -134,11 +156,12 @@ class RunLog:
         folders = folders_beside(whole)
         contents = tuple(f"content {shard.sha256}" for shard in whole.shards if shard.records)
         names = tuple(f"name {shard.name}" for shard in whole.shards)
-        found = [Place(whole.folder / LOG, whole.folder / SALT, contents + names, shared=False)]
+        of_all = whole.manifest_digest
+        found = [Place(whole.folder / LOG, whole.folder / SALT, contents + names, shared=False, whole=of_all)]
         files = [(folders[0] / shard.name, shard.sha256) for shard in whole.shards if folders]
-        found += _beside(folders, files)
+        found += _beside(folders, files, of_all)
         if registry is not None:
-            found.append(Place(Path(registry) / LOG, Path(registry) / SALT, contents, registry=True))
+            found.append(Place(Path(registry) / LOG, Path(registry) / SALT, contents, registry=True, whole=of_all))
         places: dict[str, Place] = {}
         for place in found:  # a place that is named twice is one, by whatever path, and then it is the registry
             places[os.path.realpath(place.file)] = place
@@ -154,11 +177,13 @@ class RunLog:
         """The log of the runs on this one's records: its own lines tell which shards those are."""
         places = []
         for file in files:
-            keyed: set[str] = set()
+            told: dict[str, Any] = {}
             with contextlib.suppress(OSError):  # then a run that nobody knows is among the siblings
-                own = [line.get("shards") for line in whole_lines(file) if line.get("id") == run]
-                keyed = {str(each) for shards in own if isinstance(shards, list) for each in shards}
-            places.append(Place(file, keyed=frozenset(keyed)))
+                own = (line for line in whole_lines(file) if line.get("id") == run)
+                for line in (each for each in own if isinstance(each.get("shards"), list)):
+                    shards = {*told.get("shards", []), *map(str, line["shards"])}
+                    told = {"salt": line.get("salt"), "set": line.get("set"), "shards": sorted(shards)}
+            places.append(Place(file, of_line=told))
         return RunLog(tuple(places))
 
     @staticmethod
@@ -240,16 +265,14 @@ class RunLog:
         """How these records, or some of them, were split into a public and a private part."""
         found: dict[PublicSplit, None] = {}
         for place in self.places:
-            lines: list[dict[str, Any]] = []
-            with contextlib.suppress(OSError):  # then a run that nobody knows is among the siblings
-                lines = place.lines() if place.salt is not None else []
-            for line in lines:
-                try:
-                    found |= {read(PublicSplit, line["public_split"]): None} if "public_split" in line else {}
-                except ValueError as error:
-                    raise ShardError(
-                        f"{place.file}: cannot be read ({error}), but it decides which records are public; restore it"
-                    ) from None
+            try:
+                found |= dict.fromkeys(place.cuts())
+            except OSError:  # then a run that nobody knows is among the siblings
+                continue
+            except ValueError as error:
+                raise ShardError(
+                    f"{place.file}: cannot be read ({error}), but it decides which records are public; restore it"
+                ) from None
         return list(found)
 
     def freeze(self, despite_runs: bool = False) -> None:
@@ -275,7 +298,9 @@ class RunLog:
             )
 
     def _cut_in_line(self) -> dict[str, Any]:
-        return {} if self.cut is None else {"public_split": asdict(self.cut)}
+        if self.cut is None:
+            return {}
+        return {"public_split": {key: value for key, value in asdict(self.cut).items() if key != "others"}}
 
     def protecting(self) -> str | None:
         """The name of a private run on these records."""
@@ -432,7 +457,7 @@ def _is_epsilon(value: object) -> TypeGuard[float]:
 def _entries(place: Place) -> list[dict[str, Any]]:
     """The lines of runs."""
     lines = (line for line in place.lines() if isinstance(line.get("id"), str))
-    return [{key: value for key, value in line.items() if key != "shards"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("salt", "set", "shards")} for line in lines]
 
 
 def _heads(file: Path) -> list[Head]:
