@@ -26,7 +26,7 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index import build as building
 from murmuration.data.index.contents import shards_of
 from murmuration.data.index.folders import FolderIndex, build_folder
-from murmuration.data.index.open import open_units
+from murmuration.data.index.open import open_units, unit_known
 from murmuration.data.index.public_split import PublicSplit, SplitIndex, apart
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.index.units import DIGESTS, FACTS, OF, RECORDS, STARTS, UnitTable, group
@@ -195,6 +195,17 @@ def test_units_of_single_images_by_their_paths(tmp_path: Path) -> None:
         build_folder(tmp_path / "images", unit=BY)
     with pytest.raises(ShardError, match="some records are skipped"):
         open_units(FolderIndex.open(tmp_path / "images").without({"ill"}), pattern)
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"unit": 3, "missing": "own"}'])
+def test_a_table_that_cannot_be_read_is_no_word_for_single_records(tmp_path: Path, damaged: str) -> None:
+    """Runs take what the index knows as their unit; where it knows one and does not say which, they are refused."""
+    write_shards(tmp_path / "shards", [["a", "b"]])
+    folder = build(tmp_path / "shards", wanted=Wanted(unit=BY)).folder
+    assert unit_known(str(folder)) == BY and unit_known(str(tmp_path / "nowhere")) is None
+    (folder / FACTS).write_text(damaged)
+    with pytest.raises(ShardError, match="cannot be read"):
+        unit_known(str(folder))
 
 
 @pytest.mark.parametrize(("name", "said"), [("", "is no name"), ("key:", "is no name"), ("key:(", "not a regular"),
