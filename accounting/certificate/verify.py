@@ -91,6 +91,8 @@ def verify(
             attached = check_attached(run_dir, certificate, history, signer)
             if certificate_path.name == "certificate.json":
                 _check_pages(run_dir, certificate, attached)
+            else:
+                attached.unchecked.append(f"the pages: they show certificate.json, not {certificate_path.name}")
         except (CertificateError, AccountingError):
             raise
         except JsonError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 from murmuration.data.index.folders import FolderIndex
@@ -73,14 +72,16 @@ def open_units(index: RecordIndex, by: str) -> UnitTable:
 
 
 def unit_known(source: str) -> str | None:
-    """What the units of the index that `source` names are named by; None if it knows none, or is not at hand."""
-    with suppress(ShardError, OSError, ValueError):
+    """What the units of the index that `source` names are named by; None if it knows none, or is not at hand.
+    ShardError if it knows some, but not which."""
+    try:
         folder = find(source)
         if _names_shards(source):
             folder = Path(os.path.commonpath([Path(os.path.realpath(each)).parent for each in expand(source)])) / FOLDER
-        if (named := unit_named(folder)) is not None:
-            return named[0]
-    return None
+    except (ShardError, OSError, ValueError):
+        return None
+    named = unit_named(folder)
+    return None if named is None else named[0]
 
 
 def is_image_folder(source: str) -> bool:

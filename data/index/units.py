@@ -284,14 +284,19 @@ def pattern_fault(by: str) -> str | None:
 
 
 def unit_named(folder: Path) -> tuple[str, Missing] | None:
-    """What the units of the index in this folder are named by, whatever its records are now; None if it has none."""
+    """What the units of the index in this folder are named by, whatever its records are now; None if it has none.
+    ShardError if that cannot be read: single records would then be protected in their place."""
     try:
         facts = read_json(folder / FACTS)
         by, missing = facts["unit"], facts["missing"]
-    except (OSError, ValueError, KeyError, TypeError):
+        if not isinstance(by, str) or missing not in ("refuse", "own"):
+            raise ValueError("its facts are not those of a table of units")
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    if not isinstance(by, str) or missing not in ("refuse", "own"):
-        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShardError(
+            f"{folder / FACTS}: the table of units cannot be read ({error}); index again with --unit"
+        ) from error
     if (fault := pattern_fault(by)) is not None:
         raise ShardError(f"{folder / FACTS}: {fault}; index again with --unit")
     return by, missing

@@ -134,7 +134,7 @@ def _objectives_of_starts(phases: Any) -> None:
 def _units_of_indexes(phases: Any) -> None:
     """Where nobody says what is protected, it is what the index knows: to train on single records, too, takes a word.
     So also where a set is cut, since both parts must be cut alike."""
-    for phase in phases if isinstance(phases, list) else []:
+    for number, phase in enumerate(phases if isinstance(phases, list) else []):
         mixing = phase.get("mixing") if isinstance(phase, dict) else None
         for section in (phase, mixing):
             data = section.get("data") if isinstance(section, dict) else None
@@ -143,8 +143,11 @@ def _units_of_indexes(phases: Any) -> None:
             if data.get("public") is True and data.get("public_fraction") is None:
                 continue
             path = data.get("path")
-            if isinstance(path, str) and (by := unit_known(path)) is not None:
-                data["unit"] = by
+            try:
+                by = unit_known(path) if isinstance(path, str) else None
+            except ShardError as error:
+                raise ConfigError(printable(f"phases.{number}: {error}; or say unit: 'record'")) from None
+            data |= {} if by is None else {"unit": by}
 
 
 def _heads_in_one_pass(phases: Any) -> None:

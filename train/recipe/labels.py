@@ -11,7 +11,6 @@ from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList, made_of_rows
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.format import read_manifest
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex
@@ -67,8 +66,8 @@ def from_rows(classes: ClassList, path: Path, data: str) -> bool:
     beside which it lies."""
     folders = [path.parent]
     with suppress(ShardError, OSError):
-        root = read_manifest(data).root
-        folders += [root] if isinstance(root, Path) else []
+        index = open_index(data, excluded="ignored")
+        folders += [index.root] if isinstance(index, ShardIndex) and isinstance(index.root, Path) else []
     return classes.digest in {made_of_rows(folder) for folder in folders}
 
 

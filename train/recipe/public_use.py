@@ -90,8 +90,9 @@ def _check(use: Use, log: RunLog) -> None:
         if (other := next((cut for cut in cuts if cut != wanted), None)) is not None:
             raise RecipeError(
                 f"{where}: a set of these records was cut with public_fraction {other.public_fraction!r} of "
-                f"{other.records:,} {other.things}, but the config asks for {wanted.public_fraction!r} of {wanted.records:,} "
-                f"{wanted.things}; records that one run protects would be public in another, so keep the first"
+                f"{other.records:,} {other.things}, but the config asks for {wanted.public_fraction!r} of "
+                f"{wanted.records:,} {wanted.things}; records that one run protects would be public in "
+                "another, so keep the first"
             )
         if not cuts and (run := log.protecting()) is not None:
             raise RecipeError(

@@ -85,8 +85,8 @@ class Place:
         for line in self.lines() if self.salt is not None else []:
             if "public_split" in line:
                 cut = read(PublicSplit, line["public_split"])
-                known = salt is not None and "set" in line
-                yield replace(cut, others=known and line["set"] != self._told(salt)["set"])
+                others = salt is not None and line.get("set") not in (None, self._told(salt)["set"])
+                yield replace(cut, others=others)
 
     def _told(self, salt: bytes) -> dict[str, str]:
         """The names of the salt and of the set."""
