@@ -125,6 +125,12 @@ def moved(folder: Path) -> None:
 SIGNER_GIVEN = ("--signer", public_key(KEY))
 
 
+def test_pages_of_another_certificate_are_not_checked(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (finished / "earlier.json").write_bytes((finished / "certificate.json").read_bytes())
+    assert main(["verify", str(finished / "earlier.json"), *SIGNER_GIVEN]) == 7
+    assert "the pages: they show certificate.json" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "more", "codes", "told"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from murmuration.accounting.ledger.history import History
+from murmuration.data.index.units import FACTS
 from tests.support import forking
 from tests.support.evaluation_world import COLOURS, picture, tokenizer
 from tests.support.launching import ROOT, TIMEOUT, environment
@@ -92,6 +93,10 @@ def test_a_list_of_classes_that_was_made_of_private_rows_takes_a_word(world: Pat
         said = run(world, "train.py", "--config", "public.json", "--set", f"phases.0.data.classes={classes}",
                    "--set", "model.classes=3", *SHORT, code=2)  # fmt: skip
         assert "phases.0.data.classes_public, true, if these names are public" in said
+    [shard] = sorted((world / "shards").glob("*.tar"))
+    by_pattern = ("--set", f"phases.0.data.path={shard}", "--set", "phases.0.data.classes=elsewhere.txt")
+    said = run(world, "train.py", "--config", "public.json", *by_pattern, "--set", "model.classes=3", *SHORT, code=2)
+    assert "phases.0.data.classes_public, true, if these names are public" in said
     assert not (world / "runs").exists()
     run(world, *asked, "--classes-public")
     run(world, "train.py", "--config", "my.json", *SHORT)
@@ -125,4 +130,9 @@ def test_the_unit_that_the_index_knows_is_what_is_protected(world: Path, patient
     assert certificate["unit"].startswith("one unit (all records that have the same 'patient_id'")
     said = run(world, "train.py", *nothing, "--set", "phases.0.data.expected_records=120", "--dry-run", code=2)
     assert "n counts units by 'patient_id'" in said and "set unit to 'record'" in said
+    (facts := world / "shards" / "index" / FACTS).write_text("{")
+    assert "table of units cannot be read" in run(world, "train.py", *nothing, "--dry-run", code=2)
+    assert "table of units cannot be read" in run(world, "prepare.py", "index", "shards", code=2)
+    run(world, "train.py", "--config", "single.json", "--dry-run")
+    facts.unlink()
     run(world, "prepare.py", "index", "shards", "--unit", "record", code=2)
