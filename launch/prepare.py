@@ -81,7 +81,7 @@ prepare.py split: freeze which share of a set is public, once and for all runs o
     python launch/prepare.py split data/set --public-fraction 0.1
 
 The first run with data.public_fraction does this by itself. Use this command if that run may not write beside the
-records, or if runs were made before shares were frozen: it is then your word that all of them had this share.
+records. Records that a run has protected as a whole cannot be split any more.
 """
 
 
@@ -176,12 +176,10 @@ def _split(arguments: argparse.Namespace) -> int:
     by = arguments.unit or unit_known(str(arguments.index))
     units = None if by in (None, SINGLE) else open_units(index, by)
     part = SplitIndex(index, fraction, public=True, units=units)
-    log, wanted = RunLog.of(part, arguments.registry), part.cut
-    log.freeze(despite_runs=True)
-    if runs := log.siblings():
-        print(f"{len(runs)} entries are in the log of runs on it; this is your word that all had this share")
+    RunLog.of(part, arguments.registry).freeze()
+    things = "records" if part.units is None else f"units by {part.units.by!r}"
     public = part.records if part.units is None else part.units.count
-    print(f"{public} of {wanted.records} {wanted.things} are public in all runs on {index.folder}, and the rest is not")
+    print(f"{public} of {part.cut.records} {things} are public in all runs on {index.folder}, and the rest is not")
     return 0
 
 

@@ -197,7 +197,7 @@ def deviations_of(history: History) -> list[str]:
 
 def uncovered(entries: Lines, document: dict[str, Any]) -> bool:
     """Whether the ledger goes on, after the lines that the certificate covers, with any that it would have to cover."""
-    return any(entry.kind in UNCOVERED for entry in entries[document["ledger"]["length"] :])
+    return any(entry.kind in UNCOVERED for entry in entries.beginning(document["ledger"]["length"]))
 
 
 def _all_exact(history: History) -> bool:

@@ -14,12 +14,12 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from murmuration.accounting.durable import flush, naming, sync, try_lock
 from murmuration.accounting.errors import REFUSED, RunError
@@ -106,7 +106,7 @@ def _entry(value: dict[str, Any]) -> LedgerEntry:
     return LedgerEntry(index, kind, value, previous, digest)
 
 
-class Lines(Sequence[LedgerEntry]):
+class Lines:
     """The lines of a ledger. They stay in its file, since there may be millions: in memory are the place where each
     ends, and those that belong to no step."""
 
@@ -143,25 +143,18 @@ class Lines(Sequence[LedgerEntry]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, place: int) -> LedgerEntry: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[LedgerEntry]: ...
-
-    def __getitem__(self, place: int | slice) -> LedgerEntry | list[LedgerEntry]:
-        if isinstance(place, slice):
-            return list(self._between(*place.indices(len(self))[:2]))
-        at = range(len(self))[place]
-        return next(self._between(at, at + 1))
+    def __getitem__(self, place: int) -> LedgerEntry:
+        return next(self.beginning(range(len(self))[place]))
 
     def __iter__(self) -> Iterator[LedgerEntry]:
-        return self._between(0, len(self))
+        return self.beginning(0)
 
-    def _between(self, first: int, last: int) -> Iterator[LedgerEntry]:
+    def beginning(self, first: int) -> Iterator[LedgerEntry]:
+        """The lines from this one on."""
+        places = range(len(self))[first:]
         with self.path.open("rb") as file:
-            file.seek(self._ends[first - 1] if first else 0)
-            for raw in islice(file, max(0, last - first)):
+            file.seek(self._ends[places.start - 1] if places.start else 0)
+            for raw in islice(file, len(places)):
                 yield _entry(json.loads(raw))  # it was checked before
 
 

@@ -59,8 +59,8 @@ def logs_of(run_dir: Path) -> list[Noted]:
     found = []
     for line in whole_lines(run_dir / "secret" / LOGS):
         told, unknown = line.get("logs"), line.get("unknown")
-        logs = [Path(log) for log in told if isinstance(log, str)] if isinstance(told, list) else []
-        plain = [log for log in logs if str(log.resolve()) == str(log)]
+        named = [log for log in told if isinstance(log, str) and "\0" not in log] if isinstance(told, list) else []
+        plain = [Path(log) for log in named if os.path.realpath(log) == log]
         if outside := tuple(log for log in plain if run_dir.resolve() not in log.parents):
             found.append(Noted(outside, unknown if isinstance(unknown, str) else None))
     return found
@@ -74,7 +74,9 @@ def log_with_signer(run_dir: Path, run: str, signer: str) -> Path | None:
         with contextlib.suppress(OSError):
             about = log.stat()
             own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if own and any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
+            if not (own and stat.S_ISREG(about.st_mode)):  # a pipe would be waited for
+                continue
+            if any(all(line.get(key) == value for key, value in known) for line in whole_lines(log)):
                 return log
     return None
 

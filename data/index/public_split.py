@@ -100,10 +100,10 @@ class PublicSplit:
         if not 0 < self.public_fraction < 1:
             raise ValueError("the public share is not between 0 and 1")
 
-    @property
-    def things(self) -> str:
+    def __str__(self) -> str:
         things = "records" if self.unit is None else f"units by {self.unit!r}"
-        return f"{things} of another set (or of other files under the same names)" if self.others else things
+        of = " of another set (or of other files under the same names)" if self.others else ""
+        return f"{self.public_fraction!r} of {self.records:,} {things}{of}"
 
 
 def public_share(records: int, fraction: float, what: str = "record") -> int:

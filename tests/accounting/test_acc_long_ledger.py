@@ -63,7 +63,7 @@ def test_what_is_kept_of_a_ledger_answers_as_the_whole_one(tmp_path: Path) -> No
     entries, raw = journal.ledger.entries, (tmp_path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     assert len(entries) == len(raw) and [entry.line() for entry in entries] == raw
     assert [entries[place].line() for place in (0, 7, -1)] == [raw[0], raw[7], raw[-1]]
-    assert [entry.line() for entry in entries[5:9]] == raw[5:9] and entries[len(raw) :] == []
+    assert [entry.line() for entry in entries.beginning(5)] == raw[5:] and not list(entries.beginning(len(raw)))
     with pytest.raises(IndexError):
         entries[len(raw)]
     assert journal.ledger.head == entries[-1].hash

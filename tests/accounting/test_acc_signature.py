@@ -104,7 +104,17 @@ def log_by_the_way(folder: Path) -> None:
     (folder / "secret" / "logs.jsonl").unlink()
     up = os.path.relpath("/", Path.cwd())
     for way in (f"{up}{folder.parent}", f"/proc/self/cwd/{up}{folder.parent}", f"{folder}/.."):
-        append(folder / "secret" / "logs.jsonl", {"log": f"{way}/runs.jsonl"}, 0o600)
+        append(folder / "secret" / "logs.jsonl", {"logs": [f"{way}/runs.jsonl"], "unknown": None}, 0o600)
+
+
+def log_that_is_none(folder: Path) -> None:
+    """A pipe, on which a reader would wait for ever, a link to itself, and what no file system has."""
+    log(folder)
+    (folder / "secret" / "logs.jsonl").unlink()
+    os.mkfifo(folder.parent / "pipe")
+    (folder.parent / "loop").symlink_to("loop")
+    for name in ("pipe", "loop", "a\0b", ""):
+        append(folder / "secret" / "logs.jsonl", {"logs": [f"{folder.parent}/{name}"], "unknown": None}, 0o600)
 
 
 def log_of_anybody(folder: Path) -> None:
@@ -140,6 +150,7 @@ def test_pages_of_another_certificate_are_not_checked(finished: Path, capsys: py
         (lambda folder: log(folder, "ab" * 32), (), (7, 8), "whether that is the run's key"),
         (log_within, (), (7, 8), "whether that is the run's key"),
         (log_by_the_way, (), (7, 8), "whether that is the run's key"),
+        (log_that_is_none, (), (7, 8), "whether that is the run's key"),
         (log_of_anybody, (), (7, 8), "whether that is the run's key"),
         (lambda folder: (folder / "certificate.json").unlink(), SIGNER_GIVEN, (7, 8), "there is no certificate"),
         (lambda folder: (folder / "model.pt").write_bytes(b"a pickle"), SIGNER_GIVEN, (7, 8), "not a safetensors file"),

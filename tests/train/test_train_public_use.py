@@ -86,7 +86,7 @@ def test_another_share_of_the_same_records_is_refused(world: Path, capsys: pytes
     config_of(world, part(PUBLIC, 0.5), part(PRIVATE, 0.5))
     assert train(["--config", str(world / "config.json")]) == 2
     said = capsys.readouterr().err
-    assert "was cut with public_fraction 0.1 of 60 records, but the config asks for 0.5 of 60" in said
+    assert "were cut with public_fraction 0.1 of 60 records, not with 0.5 of 60" in said
     again = ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1))
     assert [phase.index.records for phase in again] == [public.index.records, private.index.records] == [6, 54]
 
@@ -96,9 +96,7 @@ def test_another_number_of_records_would_be_dealt_out_anew(world: Path) -> None:
     write_shards(world / "more", shape_samples(9, 5, 32), 5)
     (world / "more" / "000000.tar").rename(world / "set" / "000009.tar")
     build(world / "set")
-    with pytest.raises(
-        RecipeError, match=r"with public_fraction 0\.1 of 60 records of another.*, but the config asks for 0\.1 of 65"
-    ):
+    with pytest.raises(RecipeError, match=r"with public_fraction 0\.1 of 60 records of another.*, not with 0\.1 of 65"):
         ready(world, part(PRIVATE, 0.1))
 
 
@@ -126,7 +124,8 @@ def test_of_sets_that_overlap_and_are_equally_large_the_second_is_not_cut_by_its
 def test_a_set_with_a_public_part_is_protected_as_a_whole_by_no_phase(world: Path) -> None:
     ready(world, part(PUBLIC, 0.1))
     with pytest.raises(
-        RecipeError, match=r"phases.0.data: a part of this set was made public \(public_fraction 0\.1\)"
+        RecipeError,
+        match=r"phases.0.data: these records were cut with public_fraction 0\.1 of 60 records, not with none",
     ):
         ready(world, PRIVATE)
     ready(world, part(PRIVATE, 0.1))
@@ -177,7 +176,7 @@ def test_a_second_index_of_the_shards_knows_what_the_first_one_knows(world: Path
     second = {"data": {"path": "second", "public": True}}
     with pytest.raises(RecipeError, match="nobody may use them as public"):
         ready(world, PUBLIC | second)
-    with pytest.raises(RecipeError, match=r"was cut with public_fraction 0\.1"):
+    with pytest.raises(RecipeError, match=r"were cut with public_fraction 0\.1"):
         ready(world, part(PUBLIC | second, 0.2))
 
 
@@ -193,10 +192,10 @@ def test_no_other_index_moves_the_share(world: Path, gone: bool, capsys: pytest.
     ready(world, PRIVATE | {"data": other})
     config_of(world, PRIVATE | {"data": other | {"public_fraction": 0.5}})
     assert train(["--config", str(world / "config.json")]) == 2
-    assert "was cut with public_fraction 0.1 of 60 records, but the config asks for 0.5" in capsys.readouterr().err
+    assert "were cut with public_fraction 0.1 of 60 records, not with 0.5" in capsys.readouterr().err
     config_of(world, PRIVATE | {"data": {"path": other["path"]}})
     assert train(["--config", str(world / "config.json")]) == 2
-    assert "a part of this set was made public" in capsys.readouterr().err
+    assert "0.1 of 60 records, not with none" in capsys.readouterr().err
 
 
 def test_of_two_runs_that_start_at_once_the_second_keeps_the_cut_of_the_first(world: Path) -> None:
@@ -204,14 +203,14 @@ def test_of_two_runs_that_start_at_once_the_second_keeps_the_cut_of_the_first(wo
     index = open_index(world / "set")
     one, other = (SplitIndex(index, fraction, public=False) for fraction in (0.1, 0.5))
     RunLog.of(one).freeze()
-    with pytest.raises(ShardError, match=r"cut with public_fraction 0\.1 of 60 records by another run"):
+    with pytest.raises(ShardError, match=r"cut with public_fraction 0\.1 of 60 records, not with"):
         RunLog.of(other).freeze()
     for late in (other, index):
-        with pytest.raises(ShardError, match=r"cut with public_fraction 0\.1 of 60 records by another run"):
+        with pytest.raises(ShardError, match=r"cut with public_fraction 0\.1 of 60 records, not with"):
             RunLog.of(late).register("id", "private", "late", 8.0, 1e-5)
     whole = open_index(world / "other")
     RunLog.of(whole).register("id", "private", "whole", 8.0, 1e-5)
-    with pytest.raises(ShardError, match="run 'whole' has used these records before"):
+    with pytest.raises(ShardError, match="run 'whole' protects all of these records"):
         RunLog.of(SplitIndex(whole, 0.1, public=True)).freeze()
 
 
@@ -228,16 +227,29 @@ def test_a_cut_of_records_behind_a_url_stands_in_the_registry(world: Path) -> No
     assert RunLog.of(two).splits() == [] and RunLog.of(two, str(world / "registry")).splits() == [one.cut]
 
 
-def test_a_cut_after_runs_needs_a_word_and_is_then_frozen(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_has_protected_whole_is_never_cut(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six of the sixty records that the first run protects would be public in the second, by whatever word."""
     trained(world)
-    with pytest.raises(RecipeError, match=r"run 'first' has used these records before.*prepare\.py split .*0\.1"):
+    command = ["split", str(world / "set"), "--public-fraction", "0.1"]
+    assert prepare_command.main(command) == 2
+    assert "run 'first' protects all of these records" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="run 'first' protects all of these records"):
         ready(world, part(PRIVATE, 0.1))
-    assert frozen(world) == []
+    (world / "set" / BESIDE_SHARDS).write_text(
+        (world / "set" / BESIDE_SHARDS).read_text()
+        + json.dumps({"public_split": {"records": RECORDS, "public_fraction": 0.1}})
+        + "\n"
+    )
+    with pytest.raises(RecipeError, match="run 'first' protects all of these records"):
+        ready(world, part(PUBLIC, 0.1))
+
+
+def test_a_cut_is_frozen_by_a_command_too(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["split", str(world / "set"), "--public-fraction"]
     assert prepare_command.main([*command, "0.1"]) == 0
-    said = capsys.readouterr().out
-    assert "6 of 60 records are public" in said and "your word" in said
+    assert "6 of 60 records are public" in capsys.readouterr().out
     ready(world, part(PRIVATE, 0.1))
+    trained(world)
     assert prepare_command.main([*command, "0.1"]) == 0
     assert prepare_command.main([*command, "0.2"]) == 2
     assert prepare_command.main([*command, "1"]) == 2

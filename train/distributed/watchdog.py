@@ -47,8 +47,10 @@ class Pulse:
     def exchange(self) -> Iterator[None]:
         self.beat()
         self.exchanging = True
-        yield
-        self.exchanging = False
+        try:
+            yield
+        finally:
+            self.exchanging = False
         self.beat()
 
     def beat(self) -> None:

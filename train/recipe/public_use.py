@@ -8,11 +8,11 @@ ask here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from murmuration.data.index.public_split import SplitIndex, apart
+from murmuration.data.index.public_split import apart
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.private_around import Extent, protected_around, share_records
@@ -38,7 +38,7 @@ def hold_to_what_was_promised(uses: Sequence[Use], registry: str | None = None) 
     _refuse_private_around(uses)
     for use, log in zip(uses, logs, strict=True):
         if log.cut is not None:
-            _freeze(use, log)
+            _held(use, log.freeze)
 
 
 def hold_folder_to_what_was_promised(where: str, pictures: Path) -> None:
@@ -80,43 +80,17 @@ def _refuse_logged(
 
 
 def _check(use: Use, log: RunLog) -> None:
-    index, where = use.index, use.where
-    try:
-        cuts = log.splits()
-    except ShardError as error:
-        raise RecipeError(f"{where}: {error}") from None
-    if isinstance(index, SplitIndex):
-        wanted = index.cut
-        if (other := next((cut for cut in cuts if cut != wanted), None)) is not None:
-            raise RecipeError(
-                f"{where}: a set of these records was cut with public_fraction {other.public_fraction!r} of "
-                f"{other.records:,} {other.things}, but the config asks for {wanted.public_fraction!r} of "
-                f"{wanted.records:,} {wanted.things}; records that one run protects would be public in another, so "
-                "keep the first"
-            )
-        if not cuts and (run := log.protecting()) is not None:
-            raise RecipeError(
-                f"{where}: run {run!r} has used these records before a public_fraction was frozen; if it and all "
-                f"others used this one, declare it: prepare.py split {index.folder} --public-fraction "
-                f"{index.fraction!r}"
-            )
-        return
-    if use.private and cuts:
+    if use.private or log.cut is not None:
+        _held(use, log.require_cut)
+    elif use.public and (run := log.protecting()) is not None:
         raise RecipeError(
-            f"{where}: a part of this set was made public (public_fraction {cuts[0].public_fraction!r}), so no phase "
-            "can protect all of it; set public_fraction to the same value, and the phase protects the rest"
-        )
-    if use.public and (run := log.protecting()) is not None:
-        raise RecipeError(
-            f"{where}: run {run!r} protects these records (or says so in the log of runs on them), so nobody may use "
-            "them as public; name other data"
+            f"{use.where}: run {run!r} protects these records (or says so in the log of runs on them), so nobody may "
+            "use them as public; name other data"
         )
 
 
-def _freeze(use: Use, log: RunLog) -> None:
-    assert log.cut is not None
+def _held(use: Use, act: Callable[[], None]) -> None:
     try:
-        if log.cut not in log.splits():
-            log.freeze()
+        act()
     except ShardError as error:
         raise RecipeError(f"{use.where}: {error}") from None

@@ -322,7 +322,7 @@ def _require_as_new(journal: Journal, known: Head, new_segment: str | None) -> N
     entries = journal.ledger.entries
     if new_segment is not None or not contains(entries, known):
         return
-    later = {(e.fields["segment"], e.fields["step"]) for e in entries[known.length :] if e.kind == "open"}
+    later = {(e.fields["segment"], e.fields["step"]) for e in entries.beginning(known.length) if e.kind == "open"}
     if len(later) > 1:
         raise LedgerError(
             f"the secret folder is older than the ledger, which has {len(later)} later steps: it was restored from a "

@@ -228,7 +228,7 @@ class RunLog:
         """Registers each phase of a run once, with what it protects (in words); no `epsilon` means a run without noise.
         Returns a warning if no other index would find it: siblings stay unknown. A budget cannot bind then."""
         if epsilon is not None:
-            self._require_cut()
+            self.require_cut()
         entry = {"id": run, "run": name, "phase": phase, "private": epsilon is not None}
         entry |= {"epsilon_budget": epsilon, "delta": delta, **_of_units(unit), **self._cut_in_line(), **more}
         bound = bool(self._budgets())
@@ -275,13 +275,10 @@ class RunLog:
                 ) from None
         return list(found)
 
-    def freeze(self, despite_runs: bool = False) -> None:
-        """Writes how this set is split; ShardError if others, with an index of their own, would not find it.
-        `despite_runs`: by the owner's word that earlier runs had this cut."""
+    def freeze(self) -> None:
+        """Writes how this set is split; ShardError if others, with an index of their own, would not find it."""
         with self.alone():
-            self._require_cut()
-            if not despite_runs and not self.splits() and (run := self.protecting()) is not None:
-                raise ShardError(f"run {run!r} has used these records before a public_fraction was frozen")
+            self.require_cut()
             faults, shared = self._write(self._cut_in_line(), lambda line: "public_split" in line)
         if not shared:
             raise ShardError(
@@ -289,12 +286,18 @@ class RunLog:
                 "the same one in all configs (prepare.py split --registry)"
             )
 
-    def _require_cut(self) -> None:
-        """Also of two runs that start at once, the second is held to what the first promised."""
+    def require_cut(self) -> None:
+        """Holds these records to how they were used first: cut like this, or whole. Of two runs that start at once, the
+        second is held to the first."""
         if other := next((cut for cut in self.splits() if cut != self.cut), None):
             raise ShardError(
-                f"these records were cut with public_fraction {other.public_fraction!r} of {other.records:,} "
-                f"{other.things} by another run, and what is private here would be public there; keep that cut"
+                f"these records were cut with public_fraction {other}, not with {self.cut or 'none'}; what one run "
+                "protects would be public in another, so keep the first"
+            )
+        if self.cut is not None and (run := self._protecting(but_cut=True)) is not None:
+            raise ShardError(
+                f"run {run!r} protects all of these records, so no part of them can be public; drop public_fraction, "
+                "or name other data"
             )
 
     def _cut_in_line(self) -> dict[str, Any]:
@@ -304,7 +307,11 @@ class RunLog:
 
     def protecting(self) -> str | None:
         """The name of a private run on these records."""
-        return next((str(entry.get("run")) for entry in self.siblings() if entry.get("private", True)), None)
+        return self._protecting()
+
+    def _protecting(self, but_cut: bool = False) -> str | None:
+        private = (entry for entry in self.siblings() if entry.get("private", True))
+        return next((str(entry.get("run")) for entry in private if not (but_cut and "public_split" in entry)), None)
 
     def siblings(self, own: Container[str] = ()) -> list[dict[str, Any]]:
         """All other runs on these records, as far as the log knows, with what they claim if they are finished."""
