@@ -102,6 +102,15 @@ def test_lines_that_are_no_entries(raw: bytes) -> None:
         parsed(raw + b"\n")
 
 
+@pytest.mark.parametrize("number", [b"false", b"0.0"])
+def test_the_number_of_a_line_is_a_whole_one(number: bytes) -> None:
+    """Python takes False and 0.0 for 0, and the line's hash is right."""
+    body = b'{"index":%s,"kind":"run","previous":"%s"}' % (number, GENESIS.encode())
+    line = b'{"hash":"%s",%s\n' % (hashlib.sha256(body).hexdigest().encode(), body[1:])
+    with pytest.raises(LedgerError, match="line 1: does not follow"):
+        parsed(line)
+
+
 def test_numbers_that_are_not_finite_are_refused() -> None:
     line = b'{"hash":"0","index":0,"kind":"run","previous":"' + GENESIS.encode() + b'","x":NaN}\n'
     with pytest.raises(LedgerError, match="line 1"):

@@ -14,7 +14,15 @@ import pytest
 
 from murmuration.accounting.certificate import certificate, pages
 from murmuration.accounting.certificate.certificate import html_page, markdown
-from murmuration.accounting.certificate.explain import ASSUMPTION, BARS, Attacks, explain, percent, strength
+from murmuration.accounting.certificate.explain import (
+    ASSUMPTION,
+    BARS,
+    Attacks,
+    explain,
+    percent,
+    strength,
+    up_to_three,
+)
 from murmuration.accounting.certificate.pages import percent_of, registry_entry, trade_off_svg
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
@@ -41,6 +49,11 @@ def document(tmp_path: Path) -> dict[str, Any]:
 def test_shares_that_are_limits_are_rounded_up(share: float) -> None:
     told = float(percent(share).removesuffix(" %"))
     assert 100 * share <= told + 1e-12 and told < 100 * share + 0.0100001 and told <= 100
+
+
+@pytest.mark.parametrize("value", [1.234e-9, 0.0251, 0.5, 0.99951, 1.0, 2.001, 12.301, 999.2, 1_000_001.0])
+def test_numbers_of_records_are_rounded_up(value: float) -> None:
+    assert value * (1 - 1e-9) <= float(up_to_three(value)) <= value * 1.01
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,14 @@ def test_an_exchange_is_progress_where_it_begins_and_where_it_ends() -> None:
     assert pulse.beats == 2 and pulse.since > 0.0
 
 
+def test_an_exchange_that_fails_is_over() -> None:
+    pulse = Pulse()
+    with pytest.raises(RuntimeError), pulse.exchange():
+        assert pulse.exchanging
+        raise RuntimeError("a rank is gone")
+    assert not pulse.exchanging
+
+
 def test_a_store_that_does_not_answer_is_named_before_any_rank() -> None:
     store: Any = None  # never asked
     watchdog = Watchdog(0, 2, Pulse(), store, STALL, lambda reason: None)
