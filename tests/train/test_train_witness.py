@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -28,30 +29,48 @@ def test_a_command_gets_lines_that_verify_can_read(tmp_path: Path) -> None:
     assert read_heads(kept) == [HEAD, HEAD] and said == []
 
 
-def test_a_server_gets_a_post() -> None:
-    bodies: list[bytes] = []
+class Asked(BaseHTTPRequestHandler):
+    """Answers with `codes` in turn, and notes what came."""
 
-    class Keeps(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(204 if len(bodies) < 2 else 503)
-            self.end_headers()
+    codes: Iterator[int]
+    came: list[tuple[str, bytes]]
 
-        def log_message(self, format: str, *args: object) -> None:
-            del format, args
+    def do_POST(self) -> None:
+        self._answer(self.rfile.read(int(self.headers["Content-Length"])))
 
-    server = HTTPServer(("127.0.0.1", 0), Keeps)
+    def do_GET(self) -> None:
+        self._answer(b"")
+
+    def _answer(self, body: bytes) -> None:
+        self.came.append((self.command, body))
+        self.send_response(next(self.codes, 200))
+        self.send_header("Location", "/login")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+def told(times: int, *codes: int) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """What a server was asked, and what was said of its answers."""
+    handler = type("Handler", (Asked,), {"codes": iter(codes), "came": []})
+    server = HTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     said: list[str] = []
     try:
-        for _ in range(2):
+        for _ in range(times):
             Witness(f"http://127.0.0.1:{server.server_port}/heads", said.append)(HEAD)
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert [json.loads(body)["length"] for body in bodies] == [7, 7]
+    return handler.came, said
+
+
+def test_a_server_gets_a_post() -> None:
+    came, said = told(2, 204, 503)
+    assert [(method, json.loads(body)["length"]) for method, body in came] == [("POST", 7), ("POST", 7)]
     [sentence] = said
     assert "ledger line 7 could not be reported" in sentence and "503" in sentence
 
@@ -59,35 +78,8 @@ def test_a_server_gets_a_post() -> None:
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 def test_a_redirect_is_not_followed_and_is_said(code: int) -> None:
     """A redirected POST becomes a GET without the line, which a page for logging in answers with 200."""
-    got: list[str] = []
-
-    class Moved(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(self.command)
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(code)
-            self.send_header("Location", "/login")
-            self.end_headers()
-
-        def do_GET(self) -> None:
-            got.append(self.command)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            del format, args
-
-    server = HTTPServer(("127.0.0.1", 0), Moved)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    said: list[str] = []
-    try:
-        Witness(f"http://127.0.0.1:{server.server_port}/heads", said.append)(HEAD)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert got == ["POST"]
+    came, said = told(1, code)
+    assert [method for method, _ in came] == ["POST"]
     assert said == [
         f"ledger line 7 could not be reported to the witness: it answered {code}, a redirect, which is not followed"
     ]
