@@ -35,7 +35,7 @@ from murmuration.train.config.load import load
 from murmuration.train.config.root import run_dir_of
 from murmuration.train.config.section import RecipeError
 from murmuration.train.planner.micro_batch import on_this_machine
-from murmuration.train.recipe.labels import FOLDERS, from_rows, read_list
+from murmuration.train.recipe.labels import FOLDERS, read_list, require_public_names
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.recipe.record_names import shared_names
@@ -244,12 +244,9 @@ def _classes(asked: ConfigRequest, index: RecordIndex) -> tuple[dict[str, Any], 
             "names, or the number of classes if the labels are numbers"
         )
     classes = read_list(path, "--classes")
+    if not asked.classes_public:
+        require_public_names(classes, path, asked.data, "--classes", "--classes-public")
     word = {"classes_public": True} if asked.classes_public else {}
-    if not word and from_rows(classes, path, asked.data):
-        raise RecipeError(
-            f"--classes: {path} was made of the rows of packed records, and a class that one of them alone has would "
-            "tell of it; name a public list, or say --classes-public if these names are public all the same"
-        )
     return {"classes": _path(str(path), asked.out), **word}, len(classes.names)
 
 

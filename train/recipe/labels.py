@@ -61,21 +61,17 @@ def excluding_lists(config: Config) -> Iterator[tuple[str, Path]]:
             yield f"{where}.exclude_classes", Path(data.exclude_classes)
 
 
-def from_rows(classes: ClassList, path: Path, data: str) -> bool:
-    """Whether the list in this file is one that was made of the rows of packed records: of these `data`, or of those
-    beside which it lies."""
+def require_public_names(classes: ClassList, path: Path, data: str, where: str, word: str) -> None:
+    """Refuses a list that was made of the rows of packed records: of these `data`, or of those beside which it lies.
+    `word`: how to say that its names are public."""
     folders = [path.parent]
     with suppress(ShardError, OSError):
         index = open_index(data, excluded="ignored")
         folders += [index.root] if isinstance(index, ShardIndex) and isinstance(index.root, Path) else []
-    return classes.digest in {made_of_rows(folder) for folder in folders}
-
-
-def _require_public_names(classes: ClassList, path: Path, data: ShardData | StreamData, where: str) -> None:
-    if isinstance(data, ShardData) and not (data.public or data.classes_public) and from_rows(classes, path, data.path):
+    if classes.digest in {made_of_rows(folder) for folder in folders}:
         raise RecipeError(
             f"{where}: {path} was made of the rows of packed records, and a class that one private record alone has "
-            f"would tell of it; name a public list, or say {where}_public, true, if these names are public all the same"
+            f"would tell of it; name a public list, or say {word} if these names are public all the same"
         )
 
 
@@ -134,7 +130,8 @@ def class_list(config: Config, outputs: int) -> ClassList | None:
     excluded = _left_out_everywhere(config)
     for where, path, data in named_lists(config):
         classes = read_list(path, where)
-        _require_public_names(classes, path, data, where)
+        if isinstance(data, ShardData) and not (data.public or data.classes_public):
+            require_public_names(classes, path, data.path, where, f"{where}_public, true,")
         if found is not None and classes != found:
             raise RecipeError(f"{where}: not the list of the phases before it; name the same one everywhere")
         found = classes
