@@ -5,10 +5,10 @@
     python benchmarks/encoders.py --page             # writes docs/encoders.md from the results
 
 For each name the smallest size that its constructor allows is built as a classifier of five classes, as a run would
-build it. Then the coupling probe of the self-test runs; the book-keeping engine's clipped sum of three records is
-compared with a loop over single records by plain autograd, both in fp64; and a clipped micro-batch of eight is timed
-against an ordinary backward pass of the same model, in turns, in fp32 on one thread, by processor time. Results are
-written after every name, so that the command can be stopped and continued.
+build it. Then the book-keeping engine's clipped sum of three records is compared with a loop over single records by
+plain autograd, both in fp64; and a clipped micro-batch of eight is timed against an ordinary backward pass of the same
+model, in turns, in fp32 on one thread, by processor time. Results are written after every name, so that the command can
+be stopped and continued.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from encoder_names import NAMES  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from murmuration.model.build import build  # noqa: E402
+from murmuration.model.safety import keeps_statistics  # noqa: E402
 from murmuration.model.settings import ModelSettings, SettingsError  # noqa: E402
 from murmuration.train.clip.bookkeeping import BookKeepingClip  # noqa: E402
 from murmuration.train.clip.rule import ClipError, ClipRule  # noqa: E402
@@ -55,6 +56,7 @@ def measured(name: str, side: int, args: dict[str, Any]) -> dict[str, Any]:
     except SettingsError as error:
         return row | {"refused": str(error)}
     row["parameters"] = sum(p.numel() for p in model.parameters())
+    row["statistics"] = any(keeps_statistics(part) for part in model.modules())
     stirred(model)
     try:
         with copied() as written_out:
@@ -67,10 +69,13 @@ def measured(name: str, side: int, args: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def stirred(model: nn.Module) -> None:
-    """No parameter at a special value (zero biases, unit scales): a lost term would not be seen."""
+    """No parameter or statistic at a special value (zero biases, unit scales): a lost term would not be seen."""
     draw = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+    for name, stored in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            stored.add_(0.2 * torch.rand(stored.shape, generator=draw))
 
 
 def batch(count: int, side: int) -> Inputs:

@@ -1,7 +1,8 @@
 """Builds an encoder of timm or Hugging Face, and finds out what it gives: pooled features, and tokens.
 
 The library draws the initial weights, in the order in which it makes its layers, from a generator that the caller has
-seeded. Layers that couple records are refused here, by the rules of `model.safety`, before anything is computed.
+seeded. BatchNorm normalises by the statistics that came with the weights, which makes it a fixed map of one record.
+Other layers that couple records are refused here, by the rules of `model.safety`, before anything is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from murmuration.model.named import Named, NamedError
-from murmuration.model.safety import CouplingError, refuse_coupling
+from murmuration.model.safety import CouplingError, keeps_statistics, refuse_coupling
 
 
 class Body(nn.Module, ABC):
@@ -32,6 +33,14 @@ class Body(nn.Module, ABC):
     @abstractmethod
     def tokens(self, images: Tensor) -> Tensor:
         """[B, tokens, width]: before pooling, one for each place, and class and register tokens if there are any."""
+
+    def train(self, mode: bool = True) -> Body:
+        """What has stored statistics stays in evaluation mode, whatever becomes of the rest."""
+        super().train(mode)
+        for part in self.net.modules():
+            if keeps_statistics(part):
+                part.training = False
+        return self
 
 
 class TimmBody(Body):
@@ -52,7 +61,8 @@ class TimmBody(Body):
                 f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
                 f"({_first_line(error)}); change these."
             ) from None
-        drop_nothing(self.net)
+        counts_nothing(drop_nothing(self.net))
+        self.train()
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
@@ -86,7 +96,8 @@ class HuggingFaceBody(Body):
                 f"{named} has no linear layer `classifier`, in whose place ours could be put; name another model."
             )
         net.classifier = nn.Identity()
-        self.net = drop_nothing(net)
+        self.net = counts_nothing(drop_nothing(net))
+        self.train()
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(pixel_values=images).logits
@@ -109,6 +120,14 @@ def drop_nothing(net: nn.Module) -> nn.Module:
     return net
 
 
+def counts_nothing(net: nn.Module) -> nn.Module:
+    """Without BatchNorm's counters of batches, which no output depends on and many files of weights lack."""
+    for part in net.modules():
+        if keeps_statistics(part) and "num_batches_tracked" in part._buffers:
+            part._buffers["num_batches_tracked"] = None
+    return net
+
+
 def _as_tokens(x: Tensor, width: int) -> Tensor:
     """Maps of features [B, width, rows, columns] or [B, rows, columns, width] become tokens, row by row."""
     if x.dim() == 4:
@@ -126,6 +145,8 @@ class Facts:
 
     width: int
     unused: frozenset[str]
+    statistics: str | None
+    """The first layer that normalises by stored statistics, which only trained weights have."""
 
 
 @lru_cache(maxsize=64)
@@ -176,7 +197,8 @@ def _measured(
         named_parameters = dict(body.named_parameters())
         gradients = torch.autograd.grad(found.sum(), list(named_parameters.values()), allow_unused=True)
     unused = [name for name, gradient in zip(named_parameters, gradients, strict=True) if gradient is None]
-    return Facts(found.shape[-1], frozenset(unused))
+    stored = next((path for path, part in body.net.named_modules() if keeps_statistics(part)), None)
+    return Facts(found.shape[-1], frozenset(unused), stored)
 
 
 def _first_line(error: Exception) -> str:

@@ -109,6 +109,8 @@ def _entries(state: Mapping[str, Tensor], body: Body, named: Named, report: Load
             "architecture of the file."
         )
     for name, tensor in state.items():
+        if name.endswith(".num_batches_tracked"):
+            continue  # nothing depends on it
         if name not in own:
             report.add(name, "ignored", tensor, f"{named} has no such part without its head")
         elif own[name].shape != tensor.shape:

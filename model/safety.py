@@ -29,7 +29,14 @@ def refuse_coupling(module: nn.Module) -> None:
             raise CouplingError(f"{path or '(the model itself)'} ({type(part).__name__}) {reason}.")
 
 
+def keeps_statistics(part: nn.Module) -> bool:
+    """Whether it normalises by statistics over records that it stores: in evaluation mode a fixed map of one record."""
+    return any(name.startswith("running_") and isinstance(stored, Tensor) for name, stored in part._buffers.items())
+
+
 def _reason(part: nn.Module) -> str | None:
+    if keeps_statistics(part) and not part.training:
+        return None
     if isinstance(part, _InstanceNorm):
         if part.track_running_stats:
             return "keeps running statistics over samples; set track_running_stats=False"

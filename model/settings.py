@@ -357,6 +357,13 @@ class ModelSettings(BaseModel):
         preset = Preset(Stack(near, 1, 1), Stack(near, 6, near // 64), Stack(512, 4, 16))
         return replace(self._shape(preset, resnet=None), encoder=Stack(width, 1, 1), named=named)
 
+    def stored_statistics(self) -> str | None:
+        """The first layer of an encoder by name that normalises by statistics which came with its weights."""
+        from murmuration.model.body import facts_of
+
+        named = self.resolved().named
+        return None if named is None else facts_of(named, self.image_size).statistics
+
     def _language_model(self) -> Shape:
         if self.size not in (*TABLES["gpt2"], "custom"):
             raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')

@@ -37,6 +37,11 @@ SWIN: dict[str, Any] = {
     "model_args": {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
 }  # fmt: skip
 
+RESNET: dict[str, Any] = {
+    "family": "timm", "name": "resnet18", "image_size": 32, "classes": 5, "decoder_depth": 1, "text_length": 8,
+    "vocabulary": 16, "model_args": {"channels": [8, 16, 24, 32], "layers": [1, 1, 1, 1]},
+}  # fmt: skip
+
 
 def settings(given: dict[str, Any], **more: Any) -> ModelSettings:
     return ModelSettings.model_validate({**given, **more})
@@ -55,6 +60,9 @@ def stirred(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+        for name, stored in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                stored.add_(torch.rand(stored.shape, generator=draw))
     return model
 
 
@@ -65,7 +73,9 @@ def hugging_face(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("objective", ["classify", "caption"])
-@pytest.mark.parametrize("given", [DINO, CONVNEXT, SWIN, None], ids=["dinov2", "convnext", "swin", "hugging face"])
+@pytest.mark.parametrize(
+    "given", [DINO, CONVNEXT, SWIN, RESNET, None], ids=["dinov2", "convnext", "swin", "resnet", "hugging face"]
+)
 def test_clipped_sums_equal_a_loop_over_records(given: dict[str, Any] | None, objective: Any, tmp_path: Path) -> None:
     chosen = settings(hugging_face(tmp_path / "model") if given is None else given)
     model = stirred(build(chosen, objective)).double()
@@ -125,6 +135,19 @@ def test_weights_of_timm_give_the_logits_of_timm(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"has nothing for blocks\.2"):
         initialise_from(wrong, tmp_path / "dino.pth")
     assert all(torch.equal(tensor, before[name]) for name, tensor in wrong.state_dict().items())
+
+
+def test_batch_norm_keeps_the_statistics_of_the_weights_in_every_mode(tmp_path: Path) -> None:
+    theirs = stirred(timm.create_model(RESNET["name"], num_classes=5, **RESNET["model_args"])).eval()
+    torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
+    ours = build(settings(RESNET), "classify").train()
+    assert not initialise_from(ours, tmp_path / "resnet.pth", take_head=True).left_as_initialised
+    images = batch(ours.shape, "classify")["images"]
+    before = {name: tensor.clone() for name, tensor in ours.named_buffers()}
+    for mode in (True, False, True):
+        with torch.no_grad():
+            assert torch.allclose(ours.train(mode).logits(images), theirs(images), atol=1e-6)
+    assert before and all(torch.equal(stored, before[name]) for name, stored in ours.named_buffers())
 
 
 def test_weights_of_hugging_face_give_its_logits(tmp_path: Path) -> None:

@@ -134,7 +134,6 @@ OURS, TIMM = {"family": "captioner"}, {"family": "timm", "image_size": 32}
 VIT = {"name": "vit_tiny_patch16_224"}
 CLASSIFIER = {"family": "classifier"}
 BLOCK = {"family": "mae", "image_size": 16, "patch_size": 4, "width": 16, "depth": 1, "heads": 2}
-BATCH = "normalises with statistics of the whole batch"
 REFUSED: list[tuple[dict[str, Any], Objective | None, str]] = [
     (OURS | {"size": "nano", "image_size": 225}, None, "set image_size to 224 or 240"),
     (OURS | {"size": "nano", "heads": 7}, None, "set heads to 6"),
@@ -165,8 +164,6 @@ REFUSED: list[tuple[dict[str, Any], Objective | None, str]] = [
     (TIMM | VIT | {"model_args": {"pretrained": True}}, None, "model_args.pretrained cannot be set"),
     (TIMM | VIT | {"model_args": {"img_size": 32}}, None, "set model.image_size"),
     (TIMM | VIT | {"model_args": {"drop_path_rate": 0.1}}, None, "not keyed by record; leave it out"),
-    (TIMM | {"name": "resnet18"}, None, rf"bn1 \(BatchNorm2d\) {BATCH}"),
-    (TIMM | {"name": "maxvit_tiny_tf_224"}, None, BATCH),
     (TIMM | VIT | {"width": 16}, None, "model.width is for our own encoders"),
     (TIMM | VIT | {"model_args": {"colour": 3}}, None, "cannot be built with pictures of 32 px"),
     (TIMM | VIT | {"classes": 5}, "mae", 'cannot be trained with objective "mae"'),

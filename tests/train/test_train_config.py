@@ -47,6 +47,10 @@ def first_alone(raw: dict[str, Any]) -> None:
     del raw["phases"][1:]
 
 
+RESNET = {"family": "timm", "name": "resnet18", "image_size": 32, "classes": 5}
+OF_CLASSES = [put("phases.0.objective", "classify"), put("phases.0.data.label", "cls")]
+
+
 def test_a_resnet_of_any_stages_can_be_written_in_a_config(loaded: Callable[..., Config]) -> None:
     model = {"family": "classifier", "image_size": 16, "width": 8, "stages": [1, 2], "classes": 3}
     phase = [put("phases.0.objective", "classify"), put("phases.0.data.label", "cls"), first_alone]
@@ -287,6 +291,9 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([lambda raw: raw["phases"].pop(0) and None], "no phase here trains without it"),
         ([put("zero_optimization.stage", 3)], "ZeRO-3"), ([put("model.drop_path", 0.1)], "model.drop_path"),
         ([put("model.dropout", 0.1)], "model.dropout"),
+    ]),
+    "an encoder by name": ([put("model", RESNET), *OF_CLASSES, first_alone, first(START)], [
+        ([lambda raw: raw["phases"].pop(0) and None], "normalises by stored statistics (bn1), which only trained"),
     ]),
     "correlated noise": ([BANDED], [
         ([put("phases.1.privacy.tan", {"scale": 2})], "(privacy.noise) and a TAN simulation (privacy.tan) do not"),

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from murmuration.model.named import LIBRARIES
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
@@ -254,6 +255,18 @@ class Config(Section):
             raise ValueError(
                 "a language model uses one table as embedding and as head, which was not tried on weights that ZeRO-3 "
                 "and FSDP2 shard; use DeepSpeed at another stage, or the local engine"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _statistics_come_with_weights(self) -> Config:
+        if self.model.family not in LIBRARIES or isinstance(self.phases[0].data, CheckpointData):
+            return self
+        if (layer := self.model.stored_statistics()) is not None:
+            raise ValueError(
+                f"model.name {self.model.name!r} normalises by stored statistics ({layer}), which only trained weights "
+                'have; begin with a phase whose data.source is "checkpoint", or name an encoder with LayerNorm or '
+                "GroupNorm"
             )
         return self
 
