@@ -22,7 +22,8 @@ from torch import nn
 
 from murmuration.accounting.errors import DONE, RunError
 from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
-from murmuration.data.batch.reader import BatchReader, iterate
+from murmuration.data.batch.loader import iterate
+from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build

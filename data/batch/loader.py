@@ -99,6 +99,19 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
+def iterate(reader: Reader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:
+    """The micro-batches of `rows` in order, for `MicroBatch.to`; the next one is read while the caller computes."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as ahead:
+        waiting = ahead.submit(reader.fetch, rows[0], step) if len(rows) else None
+        for number in range(len(rows)):
+            assert waiting is not None
+            ready = waiting.result()
+            if number + 1 < len(rows):
+                waiting = ahead.submit(reader.fetch, rows[number + 1], step)
+            reader.report(ready)
+            yield ready.batch
+
+
 class Loader(Generic[D]):
     """`step(t)`, or `draw(t)` and then `micro_batches(ids, t)`. For use by one thread; owns the reader it is given.
 

@@ -9,7 +9,7 @@ as empty as padding: nothing is read for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -311,16 +311,3 @@ class BatchReader:
             numbers = [caption_choice(key, step, record, len(captions), view) for view in views]
         encoded = {number: self.text.encode(captions[number]) for number in set(numbers)}
         return [encoded[number] for number in numbers]
-
-
-def iterate(reader: BatchReader, rows: np.ndarray, step: int) -> Iterator[MicroBatch]:
-    """The micro-batches of `rows` in order, for `MicroBatch.to`; the next one is read while the caller computes."""
-    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as ahead:
-        waiting = ahead.submit(reader.fetch, rows[0], step) if len(rows) else None
-        for number in range(len(rows)):
-            assert waiting is not None
-            ready = waiting.result()
-            if number + 1 < len(rows):
-                waiting = ahead.submit(reader.fetch, rows[number + 1], step)
-            reader.report(ready)
-            yield ready.batch

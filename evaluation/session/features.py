@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from murmuration.data.batch.reader import BatchReader, DataSpec, iterate
+from murmuration.data.batch.loader import iterate
+from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.micro_batch import EMPTY
 from murmuration.data.store.place import RecordIndex

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from murmuration.data.batch.loader import Loader, PublicOrder
-from murmuration.data.batch.reader import BatchReader, DataSpec, iterate
+from murmuration.data.batch.loader import Loader, PublicOrder, iterate
+from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.augment import ResizeCrop

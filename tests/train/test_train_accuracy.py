@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,17 @@ from murmuration.model.build import build
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.train.config.load import load
+from murmuration.train.config.phase import Features
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
+from murmuration.train.run.cached_features import held_out_features
 from murmuration.train.run.phase import StillEngine
 from murmuration.train.run.report_pictures import SAMPLES, first_usable
 from tests.support.config_base import put
 from tests.support.evaluation_world import COLOURS, class_folders, class_list, shards, tokenizer
+from tests.support.features_world import Stop
 from tests.support.train_helpers import alone, on_ranks
 
 EACH = 5
@@ -92,6 +97,35 @@ def measured(phase: ReadyPhase, model: Any, ranks: int = 1, micro_batch: int = 4
     assert all(each == found[0] for each in found)
     assert phase.measured is not None and list(found[0][0]) == phase.measured.metrics()
     return found[0][0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stored_features_of_held_out_records_give_the_same_answers(world: Path, tmp_path: Path, ranks: int) -> None:
+    phase = ready(world, "classify", {"path": "held", "records": 25})
+    model, said = model_of(phase), list[str]()
+    kept = {"features": Features(folder=str(tmp_path))}
+    keeping = replace(phase, settings=phase.settings.model_copy(update=kept))
+
+    def act(one: Any) -> tuple[dict[str, float], str | None]:
+        run: Any = SimpleNamespace(
+            ranks=one, stop=Stop(), board=SimpleNamespace(say=said.append),
+            config=SimpleNamespace(run=SimpleNamespace(precision="fp32"), micro_batch=4),
+        )  # fmt: skip
+        own = copy.deepcopy(model)
+        stored = held_out_features(run, keeping, own)
+        engine: Any = StillEngine(own, torch.device("cpu"))
+        evaluator = PublicEvaluator(keeping, engine, one, 4, b"m" * 32, None, None, stored=stored)
+        return evaluator.measure(), evaluator.news_of_unusable()
+
+    expected = measured(phase, model)
+    for computed in (25, 0):
+        found, news = on_ranks(ranks, act)[0]
+        assert found == pytest.approx(expected, rel=1e-5) and f"; {computed} to be computed" in said[-1]
+        assert news is not None and news.startswith("3 of 25 public held-out records cannot be measured")
+    other = ready(world, "classify", {"path": "held", "records": 24})
+    keeping = replace(other, settings=other.settings.model_copy(update=kept))
+    on_ranks(ranks, act)
+    assert "; 24 to be computed" in said[-1], "of other records"
 
 
 def usable(phase: ReadyPhase, spec: DataSpec, text: TextEncoder | None = None) -> list[tuple[int, Any]]:

@@ -180,7 +180,8 @@ class Features(Section):
 
     folder: str | None = Field(
         default=None,
-        description="Where features are stored; null: RUN_DIR/secret. Features of private records are as private as "
+        description="Where features are stored, those of the held-out records of `evaluation` too; null: "
+        "RUN_DIR/secret. Runs that name the same folder share them. Features of private records are as private as "
         "the records.",
     )
 

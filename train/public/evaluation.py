@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET, BatchReader, iterate
+from murmuration.data.batch.loader import Reader, iterate
+from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET, BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.build import build
@@ -82,12 +83,18 @@ def layer_of(parameter: str) -> str:
     return ".".join(parts[: numbered + 1])
 
 
+class HeldOutReader(Reader, Protocol):
+    @property
+    def bad_reasons(self) -> Mapping[int, str]: ...
+
+
 class PublicEvaluator:
     def __init__(
         self, phase: ReadyPhase, engine: Engine, ranks: Ranks, micro_batch: int, mask_key: bytes,
         clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
-        precision: Precision = "fp32",
+        precision: Precision = "fp32", stored: HeldOutReader | None = None,
     ) -> None:  # fmt: skip
+        """`stored` reads what was computed from the held-out records before, numbered as they are measured."""
         held = phase.measured
         assert held is not None
         self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
@@ -97,7 +104,8 @@ class PublicEvaluator:
         self.signals: dict[str, float] = {}
         """What `update_snr` is for each layer alone, by the latest measurement."""
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
-        self.reader = BatchReader(held.index, held.spec, held.text, mask_key=mask_key)
+        self.reader = stored or BatchReader(held.index, held.spec, held.text, mask_key=mask_key)
+        self.ids = held.ids if stored is None else np.arange(len(held.ids))
 
     def measure(self) -> dict[str, float]:
         """Measures in the precision of training, and without dropout, even where training uses it."""
@@ -108,7 +116,7 @@ class PublicEvaluator:
             elif self.phase.settings.objective == "classify":
                 found |= self._classified()
             elif self.held.has_loss:
-                found |= {LOSS: public_loss(self._batches(self.held.ids), self._losses, self.ranks)}
+                found |= {LOSS: public_loss(self._batches(self.ids), self._losses, self.ranks)}
             if self.held.zero_shot is not None:
                 found |= self._zero_shot(self.held.zero_shot)
             if self.held.has_loss and self.clip is not None and self.plan is not None:
@@ -141,7 +149,7 @@ class PublicEvaluator:
             return classification_loss(head.output, batch.inputs[TARGET], self.phase.shape.head.loss)
 
         with Heard(self.engine.model, "head") as head:
-            found = {LOSS: public_loss(self._batches(self.held.ids), losses, self.ranks)}
+            found = {LOSS: public_loss(self._batches(self.ids), losses, self.ranks)}
         return found | self._shares(tally)
 
     def _listed(self) -> dict[str, float]:
@@ -156,7 +164,7 @@ class PublicEvaluator:
             return found
 
         with Heard(self.engine.model, "head") as head:
-            found = {LOSS: public_loss(self._batches(self.held.ids), losses, self.ranks)}
+            found = {LOSS: public_loss(self._batches(self.ids), losses, self.ranks)}
         parts = self.ranks.gather((scores, right))  # a rank without records has none of either
         every = [np.concatenate([rows for part in parts for rows in part[which]]) for which in (0, 1)]
         precision = mean_average_precision(*every)
@@ -171,7 +179,7 @@ class PublicEvaluator:
     def _by_class(self, model: Captioner, settings: ZeroShot, text: TextEncoder) -> dict[str, float]:
         tally = Tally(self.held.classes)
         templates = (f"{settings.prompt} {{}}",)
-        for batch in self._batches(self.held.ids):
+        for batch in self._batches(self.ids):
             images = batch.inputs["images"][batch.present]
             if len(images):
                 self._count(tally, batch, -class_scores(model, images, self.held.class_names, templates, text))
@@ -182,7 +190,7 @@ class PublicEvaluator:
         axes = self.held.axes
         right = dict.fromkeys(axes, 0)
         count = 0
-        for batch in self._batches(self.held.ids):
+        for batch in self._batches(self.ids):
             images = batch.inputs["images"][batch.present]
             if not len(images):
                 continue
@@ -210,7 +218,7 @@ class PublicEvaluator:
     def _signal_to_noise(self, clip: ClipEngine, plan: PrivacyPlan) -> tuple[float, dict[str, float]]:
         """Norm of the mean clipped gradient of public records over the norm of the noise on a step's mean: of the whole
         gradient, and of each layer's part."""
-        ids = self.held.ids
+        ids = self.ids
         records = min(SIGNAL_RECORDS, len(ids))
         ids = ids[np.arange(records) * len(ids) // records] if self.held.folders else ids[:records]
         rule = next_rule(clip, self.norm)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.batch.reader import BatchReader, iterate
+from murmuration.data.batch.loader import iterate
+from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.train.clip.bookkeeping import uncompiled
 from murmuration.train.clip.engine import ClipEngine, clipped_totals

@@ -30,7 +30,7 @@ from murmuration.train.engines.base import bytes_of, evaluating
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.context import RunContext
 from murmuration.train.step import until_unreadable
-from murmuration.train.storage.feature_store import PRESENT, FeatureFolder, FeatureRows, RowWriter, settled
+from murmuration.train.storage.feature_store import BAD, PRESENT, FeatureFolder, FeatureRows, RowWriter, settled
 
 ENDING = (OSError, RecipeError)
 """Errors that end all ranks with one sentence: a full disk, a folder that another run is filling."""
@@ -44,7 +44,7 @@ class FeatureReader:
     def __init__(self, stored: FeatureRows) -> None:
         self.stored = stored
         self.bad_reasons: dict[int, str] = {}
-        """Always empty: bad records were reported when the pictures were read."""
+        """Empty: bad records were reported when the pictures were read."""
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
         del step
@@ -71,46 +71,79 @@ class FeatureReader:
 
 def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader: BatchReader) -> FeatureReader:
     """Computes missing features on all ranks and returns a reader of all of them. Closes the reader of the pictures."""
+    contents = run.ranks.on_main(lambda: run.contents(phase))
+    records = " ".join(contents[name] for name in ("data", "data_excluded", "classes") if name in contents)
+    spec, whose = phase.data_spec(augment=True), "public" if phase.settings.data.public else "private, like the records"
+
+    def list_bad() -> None:
+        run.board.bad_records(phase.name, run.ranks.rank, reader.bad_reasons)
+
+    every = np.arange(phase.index.records)
+    return FeatureReader(_stored(run, phase, model, reader, spec, records, every, list_bad, f"records ({whose})"))
+
+
+class HeldOutFeatures(FeatureReader):
+    """Of the public held-out records, numbered as they are measured: checkpoints, and other runs that share the folder,
+    need not encode them again."""
+
+    def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
+        rows = ids_row[ids_row != EMPTY]
+        for row in rows[self.stored.state[rows] == BAD].tolist():
+            self.bad_reasons[row] = "it could not be read when its features were computed"
+        return super().fetch(ids_row, step)
+
+
+def held_out_features(run: RunContext, phase: ReadyPhase, model: nn.Module) -> HeldOutFeatures | None:
+    """None where the phase keeps no features, or measures what is not stored with them."""
+    held = phase.measured
+    if held is None or phase.settings.features is None or held.evaluation.real is not None:
+        return None
+    digest = run.ranks.on_main(lambda: held.index.manifest_digest)
+    records = f"held out {digest} {hashlib.sha256(held.ids.tobytes()).hexdigest()}"
+    reader = BatchReader(held.index, held.spec, held.text)
+    about = "public held-out records"
+    return HeldOutFeatures(_stored(run, phase, model, reader, held.spec, records, held.ids, lambda: None, about))
+
+
+def _stored(
+    run: RunContext, phase: ReadyPhase, model: nn.Module, reader: BatchReader, spec: DataSpec, records: str,
+    ids: np.ndarray, list_bad: Callable[[], None], about: str,
+) -> FeatureRows:  # fmt: skip
+    """Rows of the records `ids`, in their order; missing ones are computed by all ranks."""
     assert isinstance(model, Classifier) and phase.settings.features is not None
     ranks = run.ranks
     given = phase.settings.features.folder
     shared = Path(given) if given is not None else run.folder.key.parent / f"features-{phase.name}"
     precision = run.config.run.precision
     model.to(ranks.device)
-    contents = ranks.on_main(lambda: run.contents(phase))
-    records = " ".join(contents[name] for name in ("data", "data_excluded", "classes") if name in contents)
-    identity = identity_of(model, records, phase.data_spec(augment=True), precision)
-    folder = FeatureFolder.within(shared, identity, phase.index.records, model.head.in_features)
+    folder = FeatureFolder.within(
+        shared, identity_of(model, records, spec, precision), len(ids), model.head.in_features
+    )  # fmt: skip
     with ExitStack() as until_made:
         until_made.callback(reader.close)
         # Also when stopped: once a row is marked bad, its record is not read again, so the reason would be lost.
-        until_made.callback(lambda: run.board.bad_records(phase.name, ranks.rank, reader.bad_reasons))
+        until_made.callback(list_bad)
         some = ranks.on_main(lambda: until_made.enter_context(folder.claimed()))
         missing = np.empty(0, np.int64)
         if some:
             missing = on_all(ranks, lambda: folder.missing(ranks.rank, ranks.world), *ENDING)
-        _announce(run, phase, folder, ranks.sum(len(missing)))
+        run.board.say(
+            f"{phase.name}  features of {folder.records:,} {about} in {folder.path}; {ranks.sum(len(missing)):,} to be "
+            "computed"
+        )
         if some:
             with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
-                fill(writer, model, reader, missing, run.config.micro_batch, ranks, precision,
-                     run.stop)  # fmt: skip
-        return FeatureReader(on_all(ranks, folder.rows, *ENDING))
-
-
-def _announce(run: RunContext, phase: ReadyPhase, folder: FeatureFolder, missing: int) -> None:
-    whose = "public" if phase.settings.data.public else "private, like the records"
-    run.board.say(
-        f"{phase.name}  features of {folder.records:,} records in {folder.path} ({whose}); {missing:,} to be computed"
-    )
+                fill(writer, model, reader, missing, ids, run.config.micro_batch, ranks, precision, run.stop)
+        return on_all(ranks, folder.rows, *ENDING)
 
 
 @torch.no_grad()
 def fill(
-    writer: RowWriter, model: Classifier, reader: BatchReader, missing: np.ndarray, micro_batch: int, ranks: Ranks,
-    precision: Precision, stop: StopRequest,
+    writer: RowWriter, model: Classifier, reader: BatchReader, missing: np.ndarray, ids: np.ndarray, micro_batch: int,
+    ranks: Ranks, precision: Precision, stop: StopRequest,
 ) -> None:  # fmt: skip
-    """Fills missing rows, one micro-batch per round; all ranks make the same number of rounds, so that an error on one
-    ends all of them together.
+    """Fills missing rows, which are those of `ids` in their places, one micro-batch per round; all ranks make the same
+    number of rounds, so that an error on one ends all of them together.
 
     No rank returns before the last row of every rank is written.
     """
@@ -122,19 +155,19 @@ def fill(
 
     read = until_unreadable(fetched, stop)
 
-    def make(ids: np.ndarray) -> None:
-        for batch in read(ids, 0):
+    def make(rows: np.ndarray) -> None:
+        for batch in read(ids[rows], 0):
             if not len(batch.present):
                 return  # could not be read: the next check for a stop ends all ranks
             with evaluating(model), autocast(precision, ranks.device):
                 features = apart(model.features, batch.to(ranks.device).inputs["images"])
             values = features.float().cpu().numpy()
-            writer.put(ids, values, batch.inputs["labels"].numpy(), batch.present.numpy())
+            writer.put(rows, values, batch.inputs["labels"].numpy(), batch.present.numpy())
 
     for number in range(max(ranks.gather(-(-len(missing) // micro_batch)))):
         stop.check(ranks)
-        ids = missing[number * micro_batch : (number + 1) * micro_batch]
-        on_all(ranks, lambda ids=ids: make(ids) if len(ids) else None, *ENDING)
+        rows = missing[number * micro_batch : (number + 1) * micro_batch]
+        on_all(ranks, lambda rows=rows: make(rows) if len(rows) else None, *ENDING)
     stop.check(ranks)
 
 

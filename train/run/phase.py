@@ -55,7 +55,7 @@ from murmuration.train.recipe.read_options import public_epochs, rank_plan, read
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule
 from murmuration.train.recipe.warm_start import hand_over
 from murmuration.train.run.board import Feed, Pace
-from murmuration.train.run.cached_features import FeatureReader, feature_reader
+from murmuration.train.run.cached_features import FeatureReader, HeldOutFeatures, feature_reader, held_out_features
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
 from murmuration.train.run.early_end import Ending
@@ -97,6 +97,7 @@ def train_privately(
     with ExitStack() as at_end:
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
+        held_out = held_out_features(run, phase, model)
         private = at_end.enter_context(
             PrivatePhase(
                 plan, model, rule, settings.optimizer, derive, run.ranks, EngineSettings.of(config),
@@ -117,7 +118,9 @@ def train_privately(
             probes=rate.probes if rate is not None else None,
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
-        watching = watching_of(run, phase, private.engine, derive, private.clip, plan, step.norm)
+        watching = watching_of(
+            run, phase, private.engine, derive, private.clip, plan, step.norm, held_out
+        )  # fmt: skip
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
         followed = step if rate is None else ProbedStep(step.run, rate)
         trainer_of(
@@ -145,6 +148,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
     with ExitStack() as at_end:
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
+        held_out = held_out_features(run, phase, model)
         engine = make_engine(
             EngineSettings.of(config),
             PlainForward(model, config.run.precision, compiled=config.run.compile == "blocks"),
@@ -161,7 +165,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
-        watching = watching_of(run, phase, engine, derive, None, None)
+        watching = watching_of(run, phase, engine, derive, None, None, stored=held_out)
         pace = _pace(run, loader, batch, settings.data.public)
         trainer_of(run, phase, step, engine, pace, watching, None, None, done, _lister(run, phase, reader)).run(done)
 
@@ -225,12 +229,13 @@ def _prove(run: RunContext, phase: ReadyPhase, private: PrivatePhase) -> float:
 def watching_of(
     run: RunContext, phase: ReadyPhase, engine: Engine, derive: Derive,
     clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
+    stored: HeldOutFeatures | None = None,
 ) -> Watching:  # fmt: skip
     """What is measured on public records at checkpoints."""
     micro_batch, masks = run.config.micro_batch, derive("public-masks")
     parts = phase, engine, run.ranks, micro_batch, masks, clip, plan, norm
     return Watching(
-        PublicEvaluator(*parts, precision=run.config.run.precision) if phase.held_out is not None else None,
+        PublicEvaluator(*parts, run.config.run.precision, stored) if phase.held_out is not None else None,
         LossMonitor(*parts) if phase.monitored is not None else None,
     )
 
