@@ -61,7 +61,7 @@ class TimmBody(Body):
                 f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
                 f"({_first_line(error)}); change these."
             ) from None
-        counts_nothing(drop_nothing(self.net))
+        drop_nothing(self.net)
         self.train()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class HuggingFaceBody(Body):
                 f"{named} has no linear layer `classifier`, in whose place ours could be put; name another model."
             )
         net.classifier = nn.Identity()
-        self.net = counts_nothing(drop_nothing(net))
+        self.net = drop_nothing(net)
         self.train()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -117,14 +117,6 @@ def drop_nothing(net: nn.Module) -> nn.Module:
             part.dropout = 0.0
         elif isinstance(getattr(part, "drop_prob", None), float):
             part.drop_prob = 0.0  # pyright: ignore[reportArgumentType]
-    return net
-
-
-def counts_nothing(net: nn.Module) -> nn.Module:
-    """Without BatchNorm's counters of batches, which no output depends on and many files of weights lack."""
-    for part in net.modules():
-        if keeps_statistics(part) and "num_batches_tracked" in part._buffers:
-            part._buffers["num_batches_tracked"] = None
     return net
 
 

@@ -76,9 +76,9 @@ def fill_start(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> 
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, in the order of the state dict."""
+    """Parameters and buffers, in the order of the state dict; without integers, which count (BatchNorm's batches)."""
     named = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: named[name] for name in model.state_dict()}
+    return {name: named[name] for name in model.state_dict() if named[name].is_floating_point()}
 
 
 def _type_token(pieces: WeightEntries, own: Mapping[str, Tensor]) -> WeightEntries:

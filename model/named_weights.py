@@ -102,15 +102,15 @@ def is_foreign(path: Path) -> bool:
 
 
 def _entries(state: Mapping[str, Tensor], body: Body, named: Named, report: LoadReport) -> WeightEntries:
-    own = body.net.state_dict()
+    own = {name: tensor for name, tensor in body.net.state_dict().items() if tensor.is_floating_point()}
     if lacking := [name for name in own if name not in state]:
         raise WeightsError(
             f"{report.source} has nothing for {lacking[0]}{_more(lacking)} of {named}; set model.name to the "
             "architecture of the file."
         )
     for name, tensor in state.items():
-        if name.endswith(".num_batches_tracked"):
-            continue  # nothing depends on it
+        if not tensor.is_floating_point():
+            continue  # BatchNorm's count of batches
         if name not in own:
             report.add(name, "ignored", tensor, f"{named} has no such part without its head")
         elif own[name].shape != tensor.shape:

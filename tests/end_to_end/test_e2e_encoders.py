@@ -115,3 +115,21 @@ def test_a_folder_of_hugging_face_is_needed_only_to_start(tmp_path: Path, monkey
     scored = tmp_path / "scored"
     assert evaluate("classify", out, "--public", "--data", tmp_path / "public", "--out", scored) == 0
     assert result(scored)["model"]["pixels"] == "half"
+
+
+@pytest.mark.parametrize("trainable", ["head", "all"])
+def test_batch_norm_keeps_the_statistics_of_its_weights(tmp_path: Path, trainable: str) -> None:
+    sizes = {"channels": [8, 16, 24, 32], "layers": [1, 1, 1, 1]}
+    theirs = timm.create_model("resnet18", num_classes=7, zero_init_last=False, **sizes)
+    for name, stored in theirs.named_buffers():
+        if "running" in name:
+            stored.add_(0.1 * torch.rand(stored.shape))
+    save_file(theirs.state_dict(), tmp_path / "resnet.safetensors")
+    model = {"family": "timm", "name": "resnet18", "model_args": sizes, "image_size": SIDE}
+    given = config(tmp_path, model, tmp_path / "resnet.safetensors", trainable=trainable)
+    given["phases"][1] |= {"features": {}} if trainable == "head" else {}
+    job, run_dir = Launch.written(given, tmp_path, "tuned", launcher="python")
+    after, before = trained(job, run_dir), theirs.state_dict()
+    body = {name: tensor for name, tensor in after.items() if name.startswith("body.net.")}
+    moved = {name for name, tensor in body.items() if not torch.equal(tensor, before[name.removeprefix("body.net.")])}
+    assert not [name for name in moved if "running" in name] and bool(moved) == (trainable == "all")
