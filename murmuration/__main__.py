@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": ("murmuration.train.commands.forecast", "time and memory of a config before it is trained"),
     "audit": ("murmuration.train.commands.audit", "test the privacy claim with canaries"),
     "evaluate": ("murmuration.launch.evaluate", "what a trained model can do, on public records"),
+    "study": ("murmuration.launch.study", "train arms, values and seeds of a study; one table and one figure"),
     "use": ("murmuration.launch.use", "captions, classes or features of your own pictures by a trained model"),
     "doctor": ("murmuration.train.commands.doctor", "what this machine lacks for training"),
     "retire": ("murmuration.train.commands.retire", "certify a run that will not be continued; destroy its key"),

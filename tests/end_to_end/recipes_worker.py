@@ -25,10 +25,9 @@ from murmuration.train.recipe.ready_phase import prepare
 from murmuration.train.run.run import run_all
 from tests.end_to_end.toy_recipes import overrides
 from tests.support.answering import answer
-from tests.support.launching import ROOT
+from tests.support.shipped_recipes import FILES
 
 STOP_AT = 3
-FILES = {path.stem: path for path in (ROOT / "ds_configs").rglob("*.json")}
 
 
 def command(name: str, data: Path, runs: Path) -> list[str]:

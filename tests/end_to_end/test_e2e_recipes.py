@@ -28,10 +28,10 @@ from tests.support.launching import (
     run_worker,
     wait_for,
 )
+from tests.support.shipped_recipes import FILES
 from tests.support.texts import write_texts
 
 CONFIGS = ROOT / "ds_configs"
-FILES = {path.stem: path for path in sorted(CONFIGS.rglob("*.json")) if path.stem != "schema"}
 
 
 def synthetic_stage(steps: int = 6) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any
 from tests.golden import commands
 from tests.golden.commands import LAUNCH, ROOT
 from tests.golden.texts import as_json, digest, normalised, of_file
+from tests.support.shipped_recipes import FILES
 
-RECIPES = sorted(path for path in (ROOT / "ds_configs").rglob("*.json") if path.stem != "schema")
+RECIPES = sorted(FILES.values())
 Items = dict[str, str]
 
 

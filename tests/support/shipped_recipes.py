@@ -7,7 +7,11 @@ from pathlib import Path
 from murmuration.train.config.root import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {path.stem: path for path in sorted((ROOT / "ds_configs").rglob("*.json")) if path.stem != "schema"}
+STUDIES = sorted((ROOT / "ds_configs" / "studies").glob("*.json"))
+FILES = {
+    path.stem: path for path in sorted((ROOT / "ds_configs").rglob("*.json"))
+    if path.stem != "schema" and path not in STUDIES
+}  # fmt: skip
 VIP, CAP, IMAGENET = 233_000_000, 233_804_767, 1_281_167
 SIZES = ("nano", "tiny", "small", "base", "large", "huge")
 # Recipe -> records, expected batch, steps, epsilon, sigma as PLD calibrates it. Those of the papers agree with

@@ -16,6 +16,7 @@ from murmuration.train.config.load import HABITS, ConfigError, load
 from murmuration.train.config.root import OF_NO_RELEASE, Config, json_schema, run_dir_of
 from murmuration.train.recipe.ready_phase import clip_rule, plan_of_phase
 from tests.support.config_base import put, refusal
+from tests.support.shipped_recipes import FILES
 
 CONTENTS = {"data": "d1", "tokenizer": "t1"}
 SHAPES: list[tuple[str, Any]] = [
@@ -158,7 +159,7 @@ def test_an_evaluation_decides_something_only_where_a_phase_may_end_by_it(loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json_schema()
-RECIPES = sorted(p for p in (ROOT / "ds_configs").rglob("*.json") if p.name != "schema.json")
+RECIPES = sorted(FILES.values())
 SHIPPED = sorted(p for p in (ROOT / "ds_configs").glob("*.json") if p.name != "schema.json")
 
 

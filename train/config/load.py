@@ -52,7 +52,7 @@ def load(path: Path, overrides: list[str]) -> Config:
     if not any(override.startswith("run.witness=") for override in overrides):
         _refuse_foreign_command(raw, path)
     for override in overrides:
-        _override(raw, override)
+        put_override(raw, override)
     try:
         require_shallow(raw)
     except JsonError as error:
@@ -69,7 +69,7 @@ def load(path: Path, overrides: list[str]) -> Config:
         # As JSON and strict: "8" is not a number, 2.0 is not a count, true is not 1.
         return Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(printable(_sentence(fault)) for fault in error.errors())) from None
+        raise ConfigError("\n".join(printable(sentence_of(fault)) for fault in error.errors())) from None
 
 
 def _refuse_foreign_command(raw: dict[str, Any], path: Path) -> None:
@@ -115,7 +115,7 @@ def _absolute_paths(value: Any, folder: Path) -> None:
             _absolute_paths(item, folder)
     elif isinstance(value, dict):
         for key, item in value.items():
-            if (key in PATH_KEYS - {"dir"} and _is_path(key, item)) or _names_folder(value, key, item):
+            if (key in PATH_KEYS - {"dir"} and is_local(key, item)) or _names_folder(value, key, item):
                 value[key] = str(folder / item)
             else:
                 _absolute_paths(item, folder)
@@ -175,11 +175,12 @@ def _names_folder(section: dict[str, Any], key: str, value: Any) -> bool:
     return key == "name" and section.get("family") == "hf" and isinstance(value, str)
 
 
-def _is_path(key: str, value: Any) -> bool:
+def is_local(key: str, value: Any) -> bool:
+    """Whether a key's value is the path of a file here."""
     return isinstance(value, str) and not is_url(value) and not (key == "tokenizer" and is_built_in(value))
 
 
-def _override(raw: dict[str, Any], text: str) -> None:
+def put_override(raw: dict[str, Any], text: str) -> None:
     """`a.b.0.c=value`; the value is JSON, a number like .48, or a plain string."""
     dotted, separator, literal = text.partition("=")
     if not separator or not dotted:
@@ -201,7 +202,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
             raise ConfigError(f"--set {printable(dotted)}: there is no {part!r} to set anything in") from None
     if not isinstance(holder, dict):
         raise ConfigError(f"--set {printable(dotted)}: only keys of an object can be set")
-    if (parts[-1] in PATH_KEYS and _is_path(parts[-1], new)) or _names_folder(holder, parts[-1], new):
+    if (parts[-1] in PATH_KEYS and is_local(parts[-1], new)) or _names_folder(holder, parts[-1], new):
         new = str(Path.cwd() / new)
     made_public = parts[-1] == "privacy" and new is None and isinstance(holder.get("privacy"), dict)
     if made_public and holder.get("trainable") != STATISTICS and holder.get("objective") != HEAD:
@@ -285,12 +286,13 @@ HABITS = {name: key for key, names in _NAMES.items() for name in names.split()}
 """Their name, or one of ours at the wrong place -> our key, from the top of the config."""
 
 
-def _sentence(fault: Any) -> str:
+def sentence_of(fault: Any, root: type[BaseModel] = Config) -> str:
+    """What pydantic found wrong in a file whose sections begin with `root`, and what to write instead."""
     location = [part for part in fault["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
     # pydantic puts the name of a choice, such as a source, into the location as if it were a key.
     where = ".".join(str(part) for part in location if part not in DATA_SECTIONS and part not in (AUTO, GIVEN))
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
+        known = _known_keys(location[:-1], root)
         return f"unknown key {where!r}; {_hint(str(location[-1]), known)}"
     if fault["type"] == "missing":
         return f"{where} is missing; give it a value"
@@ -310,8 +312,8 @@ def _hint(name: str, known: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(sorted(known))}"
 
 
-def _known_keys(location: list[str | int]) -> list[str]:
-    model: Any = Config
+def _known_keys(location: list[str | int], root: type[BaseModel]) -> list[str]:
+    model: Any = root
     for part in location:
         if isinstance(part, int):
             continue

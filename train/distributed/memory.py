@@ -1,4 +1,4 @@
-"""Secrets stay in memory: they reach no core dump and, as far as the system allows, no swap.
+"""The memory of a process. Secrets stay in it: they reach no core dump and, as far as the system allows, no swap.
 
 A limit of 0 on core files is not enough: where the kernel pipes dumps to a program (`kernel.core_pattern`), it ignores
 the limit. A process that is not dumpable is not dumped at all, and no other process of the same user may read its
@@ -41,6 +41,18 @@ def keep_from_swap(held: bytes | bytearray | Tensor) -> bool:
         address, length = id(held), held.__sizeof__()  # in CPython an object's bytes follow its header
     mlock = _of_libc("mlock")
     return length == 0 or (mlock is not None and mlock(ctypes.c_void_p(address), ctypes.c_size_t(length)) == 0)
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MAPPED_FROM = 2**30
+
+
+def reuse_freed_memory() -> None:
+    """Has glibc keep what was freed for the next allocation. By default it gives blocks above 32 MiB back to the
+    kernel, which clears each page of the next one: in a step of many large activations that is most of the time."""
+    if (mallopt := _of_libc("mallopt")) is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
+        mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 def _of_libc(name: str):

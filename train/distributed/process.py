@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from murmuration.accounting.errors import RunError
-from murmuration.train.distributed.memory import forbid_dumps
+from murmuration.train.distributed.memory import forbid_dumps, reuse_freed_memory
 
 
 class DeviceError(RunError, RuntimeError):
@@ -46,6 +46,7 @@ def describe_process() -> torch.device:
         # Without this, every rank starts one thread per core, and they compete; torchrun limits each to one thread.
         here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+    reuse_freed_memory()
     return torch.device("cpu")
 
 

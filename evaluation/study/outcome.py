@@ -1,0 +1,178 @@
+"""What a study found: one table, one figure, and what its runs cost the records together, as JSON, HTML and PNG."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from murmuration.accounting.certificate.composition import Known, composed, known_runs
+from murmuration.accounting.durable import atomic
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.history import History
+from murmuration.accounting.template import html_page
+from murmuration.evaluation.measures.interval import mean, spread
+from murmuration.evaluation.study.study_file import Measure, Run, Study, Value
+from murmuration.evaluation.study.train_runs import Folder, Trained
+
+COLOURS = ("#2563a8", "#c2410c", "#15803d", "#7c3aed", "#b91c1c", "#0e7490", "#a16207", "#4b5563")
+
+
+def outcome_of(study: Study, runs: Sequence[Run], ended: Sequence[Trained], folder: Folder) -> dict[str, Any]:
+    """Every arm at every value: mean, deviation and 95 % interval over its seeds."""
+    rows = []
+    for arm in study.arms:
+        places = list(dict.fromkeys(run.place for run in runs if run.arm == arm.name))
+        for place in places:
+            here = [each for each in ended if (each.run.arm, each.run.place) == (arm.name, place)]
+            good = [each for each in here if each.fault is None]
+            row: dict[str, Any] = {"arm": arm.name, "place": place, "runs": len(good), "failed": len(here) - len(good)}
+            numbers = [[each.numbers[measure.label] for each in good] for measure in study.measures]
+            row["measures"] = {
+                measure.label: _summary(measure, values)
+                for measure, values in zip(study.measures, numbers, strict=True)
+            }  # fmt: skip
+            rows.append(row)
+    faults = [{"run": each.run.name, "why": each.fault} for each in ended if each.fault is not None]
+    left = [run.name for run in runs if run not in [each.run for each in ended]]
+    return {
+        "format": "murmuration-study/1",
+        "title": study.title,
+        "about": study.about,
+        "axis": None if study.axis is None else study.axis.model_dump(),
+        "rows": rows,
+        "failed": faults,
+        "missing": left,
+        "cost": cost_of([folder.of(run) for run in runs]),
+    }
+
+
+def _summary(measure: Measure, values: list[float]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    found = asdict(mean(values)) | {"sd": spread(values), "values": values}
+    if measure.share:  # Student's interval of a few shares near 0 or 1 may leave what is possible
+        found |= {"low": max(0.0, found["low"]), "high": min(1.0, found["high"])}
+    return found
+
+
+def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
+    """What all private runs together cost a record: the price of looking at all of them, and of choosing among them.
+    None where no run is private."""
+    ledgers = []
+    for folder in folders:
+        try:
+            history, entries = History.read(folder / "ledger.jsonl")
+        except (OSError, LedgerError):
+            continue
+        if history.plans:
+            ledgers.append((history, entries, folder))
+    if not ledgers:
+        return None
+    history, entries, _ = ledgers[0]
+    lines = [{"id": each.run_id, "folder": str(folder)} for each, _, folder in ledgers[1:]]
+    others: list[Known] = known_runs(lines)
+    found = composed(history, entries, history.epsilon(), others)
+    told = {name: found.get(name) for name in ("epsilon_sum", "epsilon_together", "delta_together", "because")}
+    return {"runs": len(ledgers), **told}
+
+
+def table_of(study: Study, found: dict[str, Any]) -> list[list[str]]:
+    axis = [] if study.axis is None else [study.axis.label]
+    rows = [["arm", *axis, "runs", *(measure.label for measure in study.measures)]]
+    for row in found["rows"]:
+        place = [] if study.axis is None else [_shown(row["place"])]
+        runs = f"{row['runs']}" + (f" ({row['failed']} failed)" if row["failed"] else "")
+        rows.append([row["arm"], *place, runs, *(_number(row["measures"][each.label]) for each in study.measures)])
+    return rows
+
+
+def cost_in_words(cost: dict[str, Any] | None) -> str:
+    if cost is None:
+        return "No run of this study was private."
+    if cost["epsilon_sum"] is None:
+        return f"What the {cost['runs']} runs cost a record together is not known: {cost.get('because')}."
+    return (
+        f"The {cost['runs']} private runs of this study together cost a record ε = {cost['epsilon_together']:.4g} at "
+        f"δ = {cost['delta_together']:.3g} if their settings were fixed beforehand, and ε = {cost['epsilon_sum']:.4g} "
+        "in any case. To choose among them by these numbers costs that much, not the ε of the chosen run."
+    )
+
+
+def _shown(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _number(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "–"
+    text = f"{found['value']:.4f}"
+    return text if found["n"] == 1 else f"{text} ± {found['sd']:.4f} ({found['low']:.4f} … {found['high']:.4f})"
+
+
+def as_text(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def write(study: Study, found: dict[str, Any], out: Path) -> None:
+    figure = draw(study, found)
+    page = html_page(
+        Path(__file__).with_name("study.html.jinja"), title=study.title, about=study.about, rows=table_of(study, found),
+        figure=base64.b64encode(figure).decode(), cost=cost_in_words(found["cost"]), failed=found["failed"],
+        missing=found["missing"],
+    )  # fmt: skip
+    text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    for name, content in (("study.json", text.encode()), ("study.html", page.encode()), ("study.png", figure)):
+        with atomic(out / name, 0o644) as file:
+            file.write(content)
+
+
+def draw(study: Study, found: dict[str, Any]) -> bytes:
+    """The first measure: a line per arm with the deviation over seeds, or a bar per arm."""
+    from io import BytesIO
+
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    first = study.measures[0]
+    with rc_context({"font.size": 9}):
+        figure = Figure(figsize=(6, 4), dpi=150, layout="constrained")
+        axis: Any = figure.subplots()
+        for number, arm in enumerate(study.arms):
+            rows = [row for row in found["rows"] if row["arm"] == arm.name and row["measures"][first.label]]
+            heights = [row["measures"][first.label]["value"] for row in rows]
+            errors = [row["measures"][first.label]["sd"] for row in rows]
+            colour = COLOURS[number % len(COLOURS)]
+            if study.axis is None:
+                axis.bar([arm.name] * len(rows), heights, yerr=errors, color=colour, capsize=3)
+                continue
+            places = [_place(study, row["place"]) for row in rows]
+            axis.errorbar(places, heights, yerr=errors, color=colour, marker="o", capsize=3, label=arm.name)
+        axis.set_ylabel(first.label, parse_math=False)
+        axis.set_title(study.title, parse_math=False, fontsize=10)
+        axis.grid(alpha=0.3)
+        if study.axis is not None:
+            axis.set_xlabel(study.axis.label, parse_math=False)
+            if study.axis.scale == "log":
+                axis.set_xscale("log")
+            values = [_place(study, value) for value in study.axis.values]
+            axis.set_xticks(values, [_shown(value) for value in study.axis.values], minor=False)
+            axis.minorticks_off()
+            axis.legend()
+        buffer = BytesIO()
+        figure.savefig(buffer, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _place(study: Study, value: Value) -> float:
+    """Numbers stand at their value; others one after the other."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    assert study.axis is not None
+    return float(1 + study.axis.values.index(value)) if value in study.axis.values else 0.0

@@ -1,0 +1,196 @@
+"""A study: arms, values and seeds, trained, evaluated and drawn by one command that can be killed; and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.data.index.folders import build_folder
+from murmuration.evaluation.errors import EvaluationError
+from murmuration.evaluation.study.plan_runs import require_budgets, require_sound
+from murmuration.evaluation.study.study_file import load_study, runs_of
+from murmuration.launch.study import main
+from murmuration.train.config.load import load
+from murmuration.train.storage.sibling_runs import DataBudgetError, RunLog
+from tests.support import forking
+from tests.support.evaluation_world import class_folders, class_list
+from tests.support.launching import ROOT, TIMEOUT, wait_for
+from tests.support.shipped_recipes import STUDIES
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "model": {"family": "classifier", "image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2,
+              "classes": 5},
+    "phases": [
+        {
+            "name": "private", "objective": "classify",
+            "data": {"path": "private", "label": "cls", "classes": "classes.txt"},
+            "privacy": {"epsilon": 4.0, "delta": 1e-3, "expected_batch": 20, "clip": {"norm": 1.0}},
+            "schedule": {"peak": 1e-2, "shape": "constant"}, "steps": 3,
+            "evaluation": {"path": "public", "public": True},
+        }
+    ],
+    "run": {"engine": "local", "log_every": 1},
+}  # fmt: skip
+STUDY: dict[str, Any] = {
+    "title": "Toy <study>",
+    "config": "config.json",
+    "set": {"run.debug_seed": 7, "phases.0.data.reading": {"workers": 0}},
+    "axis": {"key": "phases.0.privacy.epsilon", "label": "ε", "values": [2, 8], "scale": "log"},
+    "arms": [
+        {"name": "all"}, {"name": "head", "set": {"phases.0.trainable": "head"}},
+        {"name": "lost", "set": {"phases.0.evaluation.path": "nowhere"}, "values": [8]},
+    ],
+    "measures": [
+        {"label": "top-1", "metric": "top_1"},
+        {"label": "classify", "number": "top-1",
+         "evaluate": ["classify", "--data", "public", "--public", "--workers", "0"]},
+    ],
+    "seeds": 2,
+    "sizes": {"one": {"seeds": 1, "set": {"phases.0.steps": 2}}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    for name, each, seed in (("private", 20, 0), ("public", 4, 100)):
+        build_folder(class_folders(folder / name, each, seed=seed))
+    class_list(folder)
+    (folder / "config.json").write_text(json.dumps(BASE))
+    (folder / "study.json").write_text(json.dumps(STUDY))
+    return folder
+
+
+def command(folder: Path, out: str, *more: str) -> list[str]:
+    script = str(ROOT / "launch" / "study.py")
+    return [sys.executable, script, str(folder / "study.json"), "--out", str(folder / out), "--jobs", "2", *more]
+
+
+def test_a_study_goes_on_past_a_lost_arm_and_is_the_same_after_kills(folder: Path) -> None:
+    whole = forking.run(command(folder, "whole"), capture_output=True, text=True)
+    assert whole.returncode == 2 and "lost-8-1 failed: error" in whole.stderr and "10 of 10" in whole.stdout
+    found = json.loads((folder / "whole" / "study.json").read_text())
+    rows = {(row["arm"], row["place"]): row for row in found["rows"]}
+    assert set(rows) == {("all", 2), ("all", 8), ("head", 2), ("head", 8), ("lost", 8)}
+    assert [each["run"] for each in found["failed"]] == ["lost-8-1", "lost-8-2"] and rows["lost", 8]["runs"] == 0
+    for (arm, place), row in rows.items():
+        for label in ("top-1", "classify") if arm != "lost" else ():
+            summary = row["measures"][label]
+            assert row["runs"] == summary["n"] == 2 and 0 <= summary["low"] <= summary["value"] <= summary["high"] <= 1
+            assert summary["value"] == pytest.approx(sum(summary["values"]) / 2)
+        if arm != "lost":
+            assert verify(folder / "whole" / "runs" / f"{arm}-{place}-1").committed == 3
+    page = (folder / "whole" / "study.html").read_text()
+    assert "Toy &lt;study&gt;" in page and "lost-8-2 failed" in page
+    assert (folder / "whole" / "study.png").read_bytes().startswith(b"\x89PNG")
+
+    for number, signals in enumerate(([signal.SIGTERM], [signal.SIGKILL], [])):
+        process = forking.start(command(folder, "stopped"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for each in signals:
+            wait_for(
+                lambda n=number: len(list((folder / "stopped" / "runs").glob("*/certificate.json"))) > 2 * n, process
+            )
+            os.kill(process.pid, each)
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == {0: 75, 1: -9, 2: 2}[number], output
+    assert json.loads((folder / "stopped" / "study.json").read_text())["rows"] == found["rows"]
+    again = forking.run(command(folder, "stopped", "--set", "phases.0.steps=4"), capture_output=True, text=True)
+    assert again.returncode == 2 and "was trained with other settings; name another --out" in again.stderr
+
+
+def test_what_it_costs_to_look_at_all_runs_is_their_composition(folder: Path) -> None:
+    study = {**STUDY, "arms": STUDY["arms"][:1], "measures": STUDY["measures"][:1], "seeds": 1}
+    study["set"] = {key: value for key, value in STUDY["set"].items() if key != "run.debug_seed"}
+    (folder / "priced.json").write_text(json.dumps(study))
+    arguments = [str(folder / "priced.json"), "--out", str(folder / "priced")]
+    done = forking.run(
+        [sys.executable, str(ROOT / "launch" / "study.py"), *arguments], capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cost = json.loads((folder / "priced" / "study.json").read_text())["cost"]
+    certificates = [
+        json.loads((folder / "priced" / "runs" / f"all-{value}-1" / "certificate.json").read_text()) for value in (2, 8)
+    ]
+    claims = [each["claim"]["epsilon"] for each in certificates]
+    plans = [json.loads(line)["plan"] for value in (2, 8)
+             for line in (folder / "priced" / "runs" / f"all-{value}-1" / "ledger.jsonl").read_text().splitlines()
+             if json.loads(line)["kind"] == "plan"]  # fmt: skip
+    events = [Event(plan["threshold"] / 2**32, plan["noise_multiplier"], plan["steps"]) for plan in plans]
+    assert cost["runs"] == 2 and sum(claims) <= cost["epsilon_sum"] <= 10.0, "a run counts with its budget"
+    assert cost["epsilon_together"] == pytest.approx(epsilon(events, 1e-3), rel=1e-6)
+    assert cost["epsilon_together"] < cost["epsilon_sum"]
+    assert "To choose among them" in done.stdout and f"{cost['epsilon_together']:.4g}" in done.stdout
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["size=small"], "has no size 'small'; it has one"),
+    (["seeds=0"], "seeds = 0 is not usable: input should be greater than or equal to 1"),
+    (["phases.0.epoch=1"], "all-2-1: unknown key"),
+    (["axis=null"], "an arm has values, and there is no axis"),
+    (['arms=[{"name": "a"}, {"name": "a"}]'], "two arms have the same name; rename one"),
+    (['measures=[{"label": "top-1"}]'], "give `metric`, or `evaluate` with `number`"),
+    (["config=gone.json"], "there is no config file"),
+    (["axis.values=[-1]"], "phases.0.privacy.epsilon = -1 is not usable"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_bad_input_is_one_sentence_before_anything_is_trained(
+    folder: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [part for each in overrides for part in ("--set", each)]
+    assert main([str(folder / "study.json"), "--out", str(folder / "refused"), *given]) == 2
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 1 and not (folder / "refused").exists()
+
+
+def test_a_size_changes_what_it_names_and_a_dry_run_says_what_would_be_spent(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(folder / "study.json"), "--dry-run", "--set", "size=one"]) == 0
+    told = capsys.readouterr().out
+    assert "Toy <study>: 5 runs (1 of each)" in told and "at most ε = 28, by adding" in told
+    runs = runs_of(load_study(folder / "study.json", ["size=one"]), folder / "out")
+    assert [run.name for run in runs] == ["all-2-1", "head-2-1", "lost-8-1", "all-8-1", "head-8-1"]
+    assert {config.phases[0].steps for config in require_sound(runs)} == {2}
+    with pytest.raises(EvaluationError, match="cannot be read as a study"):
+        load_study(folder / "nothing.json", [])
+
+
+def test_a_study_that_would_exceed_the_budget_of_its_records_is_refused_before_its_first_run(tmp_path: Path) -> None:
+    build_folder(class_folders(tmp_path / "private", 20))
+    build_folder(class_folders(tmp_path / "public", 4, seed=100))
+    class_list(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / "study.json").write_text(json.dumps({**STUDY, "arms": STUDY["arms"][:1], "seeds": 1}))
+    configs = require_sound(runs_of(load_study(tmp_path / "study.json", []), tmp_path / "out"))
+    from murmuration.data.index.folders import FolderIndex
+
+    log = RunLog.of(FolderIndex.open(tmp_path / "private.index"))
+    log.set_budget(10.0)
+    require_budgets(configs)  # 2 and 8
+    log.set_budget(9.9)
+    with pytest.raises(DataBudgetError, match=r"so a run of ε = 10 is too much"):
+        require_budgets(configs)
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_a_shipped_study_is_sound_at_every_size(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = json.loads(path.read_text())
+    if "arms" not in raw:  # a config that only studies name
+        assert load(path, []).phases
+        return
+    for size in (None, *raw.get("sizes", {})):
+        chosen = [] if size is None else ["--set", f"size={size}"]
+        assert main([str(path), "--dry-run", *chosen]) == 0
+        assert raw["title"] in capsys.readouterr().out
