@@ -96,7 +96,7 @@ def cost_in_words(cost: dict[str, Any] | None) -> str:
     if cost["epsilon_sum"] is None:
         return f"What the {cost['runs']} runs cost a record together is not known: {cost.get('because')}."
     return (
-        f"The {cost['runs']} private runs of this study together cost a record ε = {cost['epsilon_together']:.4g} at "
+        f"The private runs of this study ({cost['runs']}) together cost a record ε = {cost['epsilon_together']:.4g} at "
         f"δ = {cost['delta_together']:.3g} if their settings were fixed beforehand, and ε = {cost['epsilon_sum']:.4g} "
         "in any case. To choose among them by these numbers costs that much, not the ε of the chosen run."
     )

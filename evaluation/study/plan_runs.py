@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
+from murmuration.accounting.errors import RunError
 from murmuration.accounting.unit import unit_in_words
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.study.study_file import Run, Study
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
+
+if TYPE_CHECKING:
+    from murmuration.train.recipe.ready_phase import ReadyPhase
 
 
 def require_sound(runs: Sequence[Run]) -> list[Config]:
@@ -50,7 +56,15 @@ def require_budgets(configs: Sequence[Config]) -> None:
     for config in configs:
         asked[" ".join(str(getattr(phase.data, "path", "")) for phase in config.phases if phase.privacy)].append(config)
     for sharing in asked.values():
-        for phase in prepare(sharing[0]):
+        for phase in _prepared(sharing, prepare):
             if phase.private:
                 log = RunLog.of(phase.index, sharing[0].run.registry)
                 log.require_budget((), math.fsum(map(_epsilon, sharing)), unit_in_words(phase.unit))
+
+
+def _prepared(configs: Sequence[Config], prepare: Callable[[Config], list[ReadyPhase]]) -> list[ReadyPhase]:
+    """The phases of the first config whose data can be opened: the other runs fail by themselves, with their reason."""
+    for config in configs:
+        with suppress(RunError):
+            return prepare(config)
+    return []

@@ -110,8 +110,8 @@ def train_all(
                 code = process.poll()
                 if code is None:
                     still.append((run, commands, process))
-                elif told and code == RESUME_ME:
-                    continue
+                elif told and code != DONE:
+                    continue  # it was stopped, whatever it says
                 elif isinstance(following := commands.send(code), int):  # pyright: ignore[reportAttributeAccessIssue]
                     _ended(study, run, folder, following, ended, len(runs), began, say)
                 else:

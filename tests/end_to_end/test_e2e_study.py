@@ -47,7 +47,7 @@ STUDY: dict[str, Any] = {
     "set": {"run.debug_seed": 7, "phases.0.data.reading": {"workers": 0}},
     "axis": {"key": "phases.0.privacy.epsilon", "label": "ε", "values": [2, 8], "scale": "log"},
     "arms": [
-        {"name": "all"}, {"name": "head", "set": {"phases.0.trainable": "head"}},
+        {"name": "all"},
         {"name": "lost", "set": {"phases.0.evaluation.path": "nowhere"}, "values": [8]},
     ],
     "measures": [
@@ -78,10 +78,10 @@ def command(folder: Path, out: str, *more: str) -> list[str]:
 
 def test_a_study_goes_on_past_a_lost_arm_and_is_the_same_after_kills(folder: Path) -> None:
     whole = forking.run(command(folder, "whole"), capture_output=True, text=True)
-    assert whole.returncode == 2 and "lost-8-1 failed: error" in whole.stderr and "10 of 10" in whole.stdout
+    assert whole.returncode == 2 and "lost-8-1 failed: error" in whole.stderr and "6 of 6" in whole.stdout
     found = json.loads((folder / "whole" / "study.json").read_text())
     rows = {(row["arm"], row["place"]): row for row in found["rows"]}
-    assert set(rows) == {("all", 2), ("all", 8), ("head", 2), ("head", 8), ("lost", 8)}
+    assert set(rows) == {("all", 2), ("all", 8), ("lost", 8)}
     assert [each["run"] for each in found["failed"]] == ["lost-8-1", "lost-8-2"] and rows["lost", 8]["runs"] == 0
     for (arm, place), row in rows.items():
         for label in ("top-1", "classify") if arm != "lost" else ():
@@ -159,9 +159,9 @@ def test_a_size_changes_what_it_names_and_a_dry_run_says_what_would_be_spent(
 ) -> None:
     assert main([str(folder / "study.json"), "--dry-run", "--set", "size=one"]) == 0
     told = capsys.readouterr().out
-    assert "Toy <study>: 5 runs (1 of each)" in told and "at most ε = 28, by adding" in told
+    assert "Toy <study>: 3 runs (1 of each)" in told and "at most ε = 18, by adding" in told
     runs = runs_of(load_study(folder / "study.json", ["size=one"]), folder / "out")
-    assert [run.name for run in runs] == ["all-2-1", "head-2-1", "lost-8-1", "all-8-1", "head-8-1"]
+    assert [run.name for run in runs] == ["all-2-1", "lost-8-1", "all-8-1"]
     assert {config.phases[0].steps for config in require_sound(runs)} == {2}
     with pytest.raises(EvaluationError, match="cannot be read as a study"):
         load_study(folder / "nothing.json", [])
