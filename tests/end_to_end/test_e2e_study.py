@@ -76,10 +76,14 @@ def command(folder: Path, out: str, *more: str) -> list[str]:
     return [sys.executable, script, str(folder / "study.json"), "--out", str(folder / out), "--jobs", "2", *more]
 
 
-def test_a_study_goes_on_past_a_lost_arm_and_is_the_same_after_kills(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
     whole = forking.run(command(folder, "whole"), capture_output=True, text=True)
     assert whole.returncode == 2 and "lost-8-1 failed: error" in whole.stderr and "6 of 6" in whole.stdout
-    found = json.loads((folder / "whole" / "study.json").read_text())
+    return json.loads((folder / "whole" / "study.json").read_text())
+
+
+def test_a_study_goes_on_past_a_lost_arm(folder: Path, found: dict[str, Any]) -> None:
     rows = {(row["arm"], row["place"]): row for row in found["rows"]}
     assert set(rows) == {("all", 2), ("all", 8), ("lost", 8)}
     assert [each["run"] for each in found["failed"]] == ["lost-8-1", "lost-8-2"] and rows["lost", 8]["runs"] == 0
@@ -94,6 +98,9 @@ def test_a_study_goes_on_past_a_lost_arm_and_is_the_same_after_kills(folder: Pat
     assert "Toy &lt;study&gt;" in page and "lost-8-2 failed" in page
     assert (folder / "whole" / "study.png").read_bytes().startswith(b"\x89PNG")
 
+
+@pytest.mark.slow
+def test_a_study_is_the_same_after_kills(folder: Path, found: dict[str, Any]) -> None:
     for number, signals in enumerate(([signal.SIGTERM], [signal.SIGKILL], [])):
         process = forking.start(command(folder, "stopped"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for each in signals:
