@@ -230,16 +230,17 @@ class OpenRun:
             self.writer.admit_lost(lost_charges(self.writer.ledger.entries, noted), self.new_segment)
         promised = (None, None) if plan is None else (plan.epsilon_budget, plan.delta)
         unit = RECORD if plan is None else plan.unit
-        with log.alone():
-            log.require_budget((history.run_id,), None if plan is None else history.budget(), unit)
-            warning = log.register(
+        with log.alone() as held:
+            held.require_budget((history.run_id,), None if plan is None else history.budget(), unit)
+            warning = held.register(
                 history.run_id, phase, self.name, *promised, unit, folder=str(self.folder.root.resolve()),
                 copied_from=history.ids[:-1], signer=history.run["signer"],
                 records=records,
             )  # fmt: skip
+            unknown = held.unknown_to_others(history.run_id)
         if warning is not None:
             self.say(warning)
-        note_logs(self.folder.key.parent, log.files, log.unknown_to_others(history.run_id))
+        note_logs(self.folder.key.parent, log.files, unknown)
         if plan is not None and not seeded:
             self.writer.witnesses[str(log)] = log.note
 
