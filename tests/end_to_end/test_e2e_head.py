@@ -142,7 +142,8 @@ def test_killed_again_and_again_it_is_the_head_of_an_undisturbed_pass(job: tuple
         assert ended.codes[0] == -9 and set(ended.codes) <= {-9, 75}, (kind, ended.codes, ended.output)
     ended = killed.end()
     assert set(ended.codes) == {0}, ended.output
-    assert steps_of(killed_dir) == steps_of(whole_dir) and len(History.read(killed_dir / "ledger.jsonl")[0].segments) == 1
+    assert steps_of(killed_dir) == steps_of(whole_dir)
+    assert len(History.read(killed_dir / "ledger.jsonl")[0].segments) == 1
     assert verify(killed_dir).epsilon == verify(whole_dir).epsilon
     assert different(final_weights(killed_dir), final_weights(whole_dir)) == []
     assert not [path for path in killed_dir.rglob("*") if path.name.startswith(".") or path.name.endswith(".tmp")]
