@@ -35,6 +35,8 @@ class Journal:
         self._credit: dict[Event, int] = {}
         self.witnesses: dict[str, Callable[[Head], None]] = {}
         """Called with the ledger's head after every durable checkpoint, and at the end."""
+        self.remember: Callable[[Head], None] = lambda head: None
+        """Called before a line that releases something by itself: then no older ledger may be taken for the newest."""
 
     def head(self) -> Head:
         return Head(self.history.run_id, self.ledger.length, self.ledger.head, self.history.charges())
@@ -232,6 +234,8 @@ class Journal:
         if facts != announced:
             self._credit.clear()
         more = {} if share is None else {"share": share}
+        if more:
+            self.remember(self.head())
         self._append_soon("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict(), **more)
         if facts != announced:  # charged with the weaker of the two either way
             raise LedgerError(
