@@ -100,10 +100,10 @@ T = TypeVar("T")
 
 def read(kind: type[T], fields: Any) -> T:
     """Strict: "8" is not a number, 2.0 not a count, true not 1. A ValueError names the first field at fault."""
-    from pydantic import ValidationError
+    from pydantic_core import ValidationError, to_json
 
     try:
-        return _adapter(kind).validate_json(json.dumps(fields), strict=True)
+        return _adapter(kind).validate_json(to_json(fields), strict=True)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in fault["loc"])

@@ -197,9 +197,9 @@ def _limits(certificate: dict[str, Any]) -> list[Section]:
         "any of whose records is added, changed or taken away", "some of its records"
     )  # fmt: skip
     people = [
-        Block("text", f"What is promised to somebody with several {one}s, all of which are there or blank, is not so "
-              f"many times the ε of one {one}. It is composed from its own pair of outputs, at the same δ. A {one} "
-              f"that is exchanged for another one, or {changed}, has a row of its own."),
+        Block("text", f"Somebody with several {one}s, all of which are there or blank, is not promised so many times "
+              f"the ε of one {one}: where something is proved, it is composed from its own pair of outputs, at the "
+              f"same δ. A {one} that is exchanged for another one, or {changed}, has a row of its own."),
         Block("table", [
             ["what may change", f"ε at δ = {delta}"], [f"one {one}", f"{claim['epsilon_claimed']}"],
             *([f"{each[f'{one}s']} {one}s of one person", _bound(each)] for each in limits["groups"]),
@@ -245,7 +245,8 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["Privacy parameters", strength],
             ["Unit of privacy", f"{certificate['unit']}; {_people(certificate)}"],
             ["Neighbouring data sets", certificate["adjacency"]],
-            ["Variant", "approximate differential privacy, computational: see the assumption below"],
+            ["Variant", "none" if strength == "no promise" else
+             "approximate differential privacy, computational: see the assumption below"],
             ["Assumption", certificate["assumption"]],
         ]),
         Block("table", [
@@ -254,10 +255,11 @@ def _nist(certificate: dict[str, Any]) -> list[Block]:
             ["Composition", "every step that the ledger opened, released or not; each release of this run"],
             ["Post-processing", "anybody may use the outputs for any purpose: that does not weaken the promise"],
             ["Tuning on private data", _tuned(certificate)],
-            ["Trained on without noise", f"non-private phases of this run: {', '.join(public) or 'none'}; what initial "
-             "weights had seen before is stated among the deviations, where they are not random"],
-            ["Utility and bias", "noise costs most where records are few: groups that are rare in the data are learned "
-             "less well. Not measured here."],
+            ["Trained on without noise", f"non-private phases of this run: {', '.join(public) or 'none'}; public "
+             "records that were mixed in, and what initial weights had seen before where they are not random, are "
+             "stated among the deviations"],
+            ["Utility and bias", "not measured here; groups that are rare in the data may be learned less well than "
+             "without noise"],
         ]),
         Block("table", [
             ["the deployment", ""],

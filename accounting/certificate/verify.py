@@ -17,8 +17,7 @@ from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant
 from murmuration.accounting.errors import AccountingError, written_before
 from murmuration.accounting.ledger.chain import Lines
-from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import lost_charges, read_heads, uncharged, unknown
+from murmuration.accounting.ledger.heads import lost_charges, noted_in, read_heads, uncharged, unknown
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import Event
 from murmuration.accounting.strict_json import JsonError, parse
@@ -116,7 +115,7 @@ def _check_heads(run_dir: Path, witness: Path | None, history: History, entries:
 def _require_newest(run_dir: Path, history: History, entries: Lines) -> None:
     """Checks against the secret folder, if there is one: exports and copies of the public files have none."""
     try:
-        noted = read_heads(run_dir / "secret" / HEADS)
+        noted = noted_in(run_dir / "secret")
     except OSError:
         return
     if (lost := lost_charges(entries, noted)) is not None:

@@ -11,15 +11,16 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from murmuration.accounting.durable import flush, naming, sync, try_lock
 from murmuration.accounting.errors import REFUSED, RunError
@@ -28,7 +29,8 @@ from murmuration.accounting.strict_json import parse as parse_json
 
 FORMAT = "murmuration-ledger/1"
 GENESIS = "0" * 64
-LONG = re.compile(rb"[:,\[]-?[0-9]{19}")
+LONG, AS_ZEROS = b"0" * 19, bytes.maketrans(b"123456789", b"0" * 9)
+"""The fewest digits of an integer that may not fit in 64 bits, in a line all of whose digits are zeros."""
 STEPS = ("open", "commit")
 """Kinds of the lines that steps write."""
 
@@ -46,10 +48,8 @@ class LedgerEntry:
     fields: dict[str, Any]
     previous: str
     hash: str
-
-    def line(self) -> bytes:
-        body = _body(self.index, self.kind, self.fields, self.previous)
-        return _canonical({**body, "hash": self.hash}) + b"\n"
+    line: bytes = field(repr=False)
+    """All of that, as it stands in the file."""
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -59,20 +59,23 @@ def _canonical(value: object) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def _body(index: int, kind: str, fields: dict[str, Any], previous: str) -> dict[str, Any]:
-    return {**fields, "index": index, "kind": kind, "previous": previous}
-
-
 def make_entry(index: int, kind: str, fields: dict[str, Any], previous: str) -> LedgerEntry:
-    digest = hashlib.sha256(_canonical(_body(index, kind, fields, previous))).hexdigest()
-    return LedgerEntry(index, kind, fields, previous, digest)
+    line = _canonical({**fields, "index": index, "kind": kind, "previous": previous, "hash": ""}) + b"\n"
+    digest = hashlib.sha256(_hashed(line[:-1], "")).hexdigest()
+    line = line.replace(b'"hash":"",', f'"hash":"{digest}",'.encode(), 1)
+    return _entry(json.loads(line), line)
+
+
+def _hashed(raw: bytes, digest: str) -> bytes:
+    """What is hashed: the line without its hash, whose name is never the last."""
+    return raw.replace(f'"hash":"{digest}",'.encode(errors="replace"), b"", 1)
 
 
 def _follow(raw: bytes, index: int, previous: str, name: str) -> LedgerEntry:
     where = f"{name} line {index + 1}"
     if not raw.endswith(b"\n"):
         raise LedgerError(f"{where}: the line is torn or its end was changed")
-    raw = raw[:-1]
+    line, raw = raw, raw[:-1]
     try:
         value, canonical = _value(raw)
     except JsonError as error:
@@ -82,28 +85,27 @@ def _follow(raw: bytes, index: int, previous: str, name: str) -> LedgerEntry:
         raise LedgerError(f"{where}: not a ledger entry")
     if type(value["index"]) is not int or value["index"] != index or value["previous"] != previous:
         raise LedgerError(f"{where}: does not follow the line before it; a line was removed, added or changed")
-    # What was hashed is the line without its hash, whose name is never the last.
-    body = raw.replace(f'"hash":"{value["hash"]}",'.encode(errors="replace"), b"", 1)
-    if not canonical or hashlib.sha256(body).hexdigest() != value["hash"]:
+    if not canonical or hashlib.sha256(_hashed(raw, value["hash"])).hexdigest() != value["hash"]:
         raise LedgerError(f"{where}: its content does not match its hash, so it was changed after it was written")
-    return _entry(value)
+    return _entry(value, line)
 
 
 def _value(raw: bytes) -> tuple[Any, bool]:
     """What a line says, and whether in the bytes that we write. Those name no key twice and hold no NaN, so that only
-    depth and long integers are left to the strict reader, which takes most of the time of reading a long ledger."""
-    if raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH and not LONG.search(raw):
+    depth and long integers are left to the strict reader, which would take most of the time of reading a long ledger.
+    """
+    if raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH and LONG not in raw.translate(AS_ZEROS):
         with contextlib.suppress(ValueError):
-            value = json.loads(raw.decode())
+            value = from_json(raw)
             if _canonical(value) == raw:
                 return value, True
     value = parse_json(raw)
     return value, _canonical(value) == raw
 
 
-def _entry(value: dict[str, Any]) -> LedgerEntry:
+def _entry(value: dict[str, Any], line: bytes) -> LedgerEntry:
     index, kind, previous, digest = (value.pop(name) for name in ("index", "kind", "previous", "hash"))
-    return LedgerEntry(index, kind, value, previous, digest)
+    return LedgerEntry(index, kind, value, previous, digest, line)
 
 
 class Lines:
@@ -126,12 +128,12 @@ class Lines:
     def follow(self, raw: bytes) -> LedgerEntry:
         """The next line."""
         entry = _follow(raw, len(self), self.head, self.path.name)
-        self.note(entry, len(raw))
+        self.note(entry)
         return entry
 
-    def note(self, entry: LedgerEntry, size: int) -> None:
-        """A line of so many bytes that was appended."""
-        self._ends.append(self.size + size)
+    def note(self, entry: LedgerEntry) -> None:
+        """A line that was appended."""
+        self._ends.append(self.size + len(entry.line))
         self.head = entry.hash
         if entry.kind not in STEPS:
             self.acts.append(entry)
@@ -155,7 +157,7 @@ class Lines:
         with self.path.open("rb") as file:
             file.seek(self._ends[places.start - 1] if places.start else 0)
             for raw in islice(file, len(places)):
-                yield _entry(json.loads(raw))  # it was checked before
+                yield _entry(json.loads(raw), raw)  # it was checked before
 
 
 class Ledger:
@@ -205,7 +207,7 @@ class Ledger:
         else:
             os.write(self._descriptor, b"\n")
         if self.entries:  # a ledger's first line describes the run, so an empty one stays empty
-            self.append("recovered", torn_bytes=len(tail))
+            self.append(self.next("recovered", torn_bytes=len(tail)))
 
     @property
     def head(self) -> str:
@@ -218,22 +220,24 @@ class Ledger:
         self.settle()
         return len(self.entries)
 
-    def append(self, kind: str, **fields: Any) -> LedgerEntry:
+    def next(self, kind: str, **fields: Any) -> LedgerEntry:
+        """The line that may be appended next."""
+        return make_entry(self.length, kind, fields, self.head)
+
+    def append(self, entry: LedgerEntry) -> None:
         """Returns once the line is durable: the caller may then do what it announced."""
-        entry, size = self._write(kind, fields)
+        self._write(entry)
         flush(self._descriptor)
         self._broken = False
-        self.entries.note(entry, size)
-        return entry
+        self.entries.note(entry)
 
-    def append_soon(self, kind: str, **fields: Any) -> LedgerEntry:
+    def append_soon(self, entry: LedgerEntry) -> None:
         """Returns while the line is on its way to the disk: what it announced may be done once `settle` has returned.
         The next line waits for it, too."""
-        entry, size = self._write(kind, fields)
+        self._write(entry)
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._syncing = self._thread.submit(flush, self._descriptor)
-        self.entries.note(entry, size)
-        return entry
+        self.entries.note(entry)
 
     def settle(self) -> None:
         """Returns once every line is durable."""
@@ -242,17 +246,15 @@ class Ledger:
             syncing.result()
             self._broken = False
 
-    def _write(self, kind: str, fields: dict[str, Any]) -> tuple[LedgerEntry, int]:
-        entry = make_entry(self.length, kind, json.loads(_canonical(fields)), self.head)
-        line = entry.line()
+    def _write(self, entry: LedgerEntry) -> None:
+        assert (entry.index, entry.previous) == (self.length, self.head)
         if self._broken:
             raise LedgerError(f"{self.path} could not be written before; start again, and the ledger will be repaired")
         self._broken = True  # until this line is durable: a line after half a line would be lost with it
         with naming(self._descriptor):
-            written = os.write(self._descriptor, line)
-        if written != len(line):
+            written = os.write(self._descriptor, entry.line)
+        if written != len(entry.line):
             raise LedgerError(f"{self.path}: the disk took only part of a line; free space and start again")
-        return entry, len(line)
 
     def close(self) -> None:
         """Lets go of the file and its lock. What was on its way to the disk gets there first."""

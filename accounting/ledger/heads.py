@@ -2,7 +2,9 @@
 
 A truncated ledger is a valid shorter ledger, and would continue as if the steps after the cut had never been made.
 After every durable checkpoint its length, its head and what it charges are therefore noted in the run's secret folder
-and in the data set's log of runs. Steps after the last checkpoint released nothing, so no note has to cover them.
+and in the data set's log of runs. Steps after the last checkpoint released nothing, so no note has to cover them; but
+for the shares of adaptive clipping, which stand in the ledger as soon as their steps are committed. Before each of
+those, the secret folder notes the ledger in a file of its own, which only the newest note has to be in.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from murmuration.accounting.durable import flush, naming
+from murmuration.accounting.durable import atomic, flush, naming
 from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.strict_json import parse, read
 
-NAME, LOGS = "heads.jsonl", "logs.jsonl"
+NAME, NEWEST, LOGS = "heads.jsonl", "newest.json", "logs.jsonl"
 
 
 def append(path: Path, line: dict[str, Any], mode: int) -> None:
@@ -38,6 +40,17 @@ def append(path: Path, line: dict[str, Any], mode: int) -> None:
         flush(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remember(secret: Path, head: Head) -> None:
+    with atomic(secret / NEWEST, 0o600) as file:
+        file.write(json.dumps(head.as_dict()).encode())
+
+
+def noted_in(secret: Path) -> list[Head]:
+    """What a run noted in its secret folder, oldest first. OSError if it cannot be read."""
+    found = read_heads(secret / NAME)
+    return found + [head for head in read_heads(secret / NEWEST) if head not in found]
 
 
 class Noted(NamedTuple):

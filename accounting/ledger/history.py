@@ -5,6 +5,7 @@ Every opened step is charged, committed or not, in whichever segment; a step rep
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -78,11 +79,11 @@ class History:
     segments: list[Segment] = field(default_factory=list)
     progress: dict[tuple[int, int], Progress] = field(default_factory=dict)
     """How far each phase's segment came."""
-    recent: dict[StepId, list[StepFacts]] = field(default_factory=dict)
-    """What was announced for each step since the newest checkpoint or segment, and what it did if it was committed:
-    no earlier one may be replayed."""
-    shares: dict[StepId, float] = field(default_factory=dict)
-    """The noised share that each of them released for the next norm, if it was committed."""
+    replayable: array[int] = field(default_factory=lambda: array("Q"))
+    """Places of the lines that opened and committed the steps since the newest checkpoint or segment, in turn: no
+    earlier step may be replayed."""
+    announced: StepFacts | None = None
+    """Facts of the step that was opened last."""
     trails: dict[int, NormTrail] = field(default_factory=dict)
     """Clipping norms of phases that adapt them."""
     checkpoints: list[CheckpointMark] = field(default_factory=list)
@@ -201,8 +202,7 @@ class History:
         self.segment_lines[segment.phase, segment.number] = self._line
         self.segments.append(segment)
         self.progress[segment.phase, segment.number] = Progress(*[segment.from_step] * 3)
-        self.recent.clear()
-        self.shares.clear()
+        del self.replayable[:]
 
     def _open(self, line: StepLine) -> None:
         step_id, facts = line.step_id, line.facts
@@ -227,24 +227,23 @@ class History:
             trail.opened(step_id.segment, step_id.step, segment.from_step, plan.noise_multiplier, *stated)
         self._charge(step_id, self.event(step_id.phase, facts))
         done.opened = step_id.step
-        self.recent[step_id] = [facts]
+        self.announced = facts
+        self.replayable.append(self._line)
 
     def _commit(self, line: StepLine) -> None:
         step_id, facts = line.step_id, line.facts
         self._require_current(step_id)
-        done, both = self.progress[step_id.phase, step_id.segment], self.recent.get(step_id, [])
-        if len(both) != 1:
+        done, announced = self.progress[step_id.phase, step_id.segment], self.announced
+        if announced is None or step_id.step != self.pending():
             raise ValueError(f"{step_id} was committed without being open, or twice")
         if step_id.phase in self.trails:
             self.trails[step_id.phase].committed(step_id.segment, step_id.step, line.share)
-            self.shares[step_id] = line.share
         done.committed = step_id.step
-        if facts == both[0]:
-            both.append(both[0])
+        self.replayable.append(self._line)
+        if facts == announced:
             return
-        both.append(facts)
         self._uneven.add(step_id.phase)
-        if (fault := both[0].fault_of(facts)) is None:
+        if (fault := announced.fault_of(facts)) is None:
             self._charge(step_id, self.event(step_id.phase, facts))
         else:
             self.faults.append(f"step {step_id.step} of phase {step_id.phase} {fault}")
@@ -252,17 +251,31 @@ class History:
 
     def _require_current(self, step_id: StepId) -> Segment:
         """Steps belong to the segment that was begun last in any phase: going back to another needs a new one."""
-        if not self.segments or (self.segments[-1].phase, self.segments[-1].number) != (step_id.phase, step_id.segment):
+        if not self._is_current(step_id.phase, step_id.segment):
             raise ValueError(f"{step_id} is outside the current segment")
         return self.segments[-1]
 
+    def _is_current(self, phase: int, segment: int) -> bool:
+        return bool(self.segments) and (self.segments[-1].phase, self.segments[-1].number) == (phase, segment)
+
+    def _not_replayable(self, done: Progress) -> int:
+        """The last step of the current segment that is not."""
+        return done.opened - (len(self.replayable) + 1) // 2
+
+    def places_of(self, step_id: StepId) -> array[int]:
+        """Places of the lines that opened and committed a step, as far as there are such; none if it may not be
+        replayed."""
+        if not self._is_current(step_id.phase, step_id.segment):
+            return array("Q")
+        first = 2 * (step_id.step - self._not_replayable(self.progress[step_id.phase, step_id.segment]) - 1)
+        return self.replayable[first : first + 2] if first >= 0 else array("Q")
+
     def _checkpoint(self, mark: CheckpointMark) -> None:
         self.checkpoints.append(mark)
-        for at in list(self.recent):
-            saved = (at.phase, at.segment) == (mark.phase, mark.segment) and at.step <= mark.step
-            if saved and len(self.recent[at]) == 2:
-                del self.recent[at]
-                self.shares.pop(at, None)
+        if self._is_current(mark.phase, mark.segment):
+            done = self.progress[mark.phase, mark.segment]
+            saved = min(mark.step, done.committed) - self._not_replayable(done)
+            del self.replayable[: 2 * max(0, saved)]
 
     def _copied(self, line: CopiedLine) -> None:
         self.copied = len(self.segments)

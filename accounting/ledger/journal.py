@@ -13,12 +13,13 @@ from typing import Any
 from murmuration.accounting.epsilon.accountant import affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
-from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerError, make_entry
+from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StoreLine, Word
+from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.strict_json import read
 
 
 class BudgetSpent(RunError, RuntimeError):
@@ -34,6 +35,8 @@ class Journal:
         self._credit: dict[Event, int] = {}
         self.witnesses: dict[str, Callable[[Head], None]] = {}
         """Called with the ledger's head after every durable checkpoint, and at the end."""
+        self.remember: Callable[[Head], None] = lambda head: None
+        """Called before a line that releases something by itself: then no older ledger may be taken for the newest."""
 
     def head(self) -> Head:
         return Head(self.history.run_id, self.ledger.length, self.ledger.head, self.history.charges())
@@ -99,17 +102,17 @@ class Journal:
             self._append("word", what=what)
 
     def _append(self, kind: str, **fields: Any) -> None:
-        self._require_readable(kind, fields)
-        self.ledger.append(kind, **fields)
+        self.ledger.append(self._readable(kind, fields))
 
     def _append_soon(self, kind: str, **fields: Any) -> None:
         """For the lines of a step, whose computation need not wait for the disk: only what is released must."""
-        self._require_readable(kind, fields)
-        self.ledger.append_soon(kind, **fields)
+        self.ledger.append_soon(self._readable(kind, fields))
 
-    def _require_readable(self, kind: str, fields: dict[str, Any]) -> None:
-        # Checked by `History` first, so that a line that would make the ledger unreadable is never written.
-        self.history.take(make_entry(self.ledger.length, kind, fields, self.ledger.head))
+    def _readable(self, kind: str, fields: dict[str, Any]) -> LedgerEntry:
+        # Taken by `History` first, so that a line that would make the ledger unreadable is never written.
+        entry = self.ledger.next(kind, **fields)
+        self.history.take(entry)
+        return entry
 
     def settle(self) -> None:
         """Returns once every line is durable: what an opened step computed may be released only then."""
@@ -192,9 +195,8 @@ class Journal:
         """Nothing that the step computes may be released before `settle` has returned. A replay writes nothing and must
         be identical."""
         step_id = self._step_id(phase, step)
-        known = self.history.recent.get(step_id)
-        if known is not None:
-            if known[0] != facts:
+        if places := self.history.places_of(step_id):
+            if self._line_at(places[0]).facts != facts:
                 raise LedgerError(f"step {step} of phase {phase} would be replayed differently from how it was opened")
             return
         unfinished = self.history.pending()
@@ -221,17 +223,19 @@ class Journal:
         """`share`: what is released for the next clipping norm. Returns the share in the ledger: on a replay, which may
         round differently, that of the first time, since a share is released only once."""
         step_id = self._step_id(phase, step)
-        known = self.history.recent.get(step_id)
-        if known is None:
+        places, announced = self.history.places_of(step_id), self.history.announced
+        if not places:
             raise LedgerError(f"step {step} of phase {phase} cannot be committed before it is opened")
-        if len(known) > 1:
-            if known[1] != facts:
+        if len(places) > 1:
+            known = self._line_at(places[1])
+            if known.facts != facts:
                 raise LedgerError(f"step {step} of phase {phase} was replayed differently from how it was committed")
-            return self.history.shares.get(step_id)
-        announced = known[0]
+            return known.share
         if facts != announced:
             self._credit.clear()
         more = {} if share is None else {"share": share}
+        if more:
+            self.remember(self.head())
         self._append_soon("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict(), **more)
         if facts != announced:  # charged with the weaker of the two either way
             raise LedgerError(
@@ -342,6 +346,10 @@ class Journal:
         if last.step < step != self.history.progress[phase, current.number].committed:
             return f"the checkpoint of step {step} is not the last one that the ledger knows of"
         return None
+
+    def _line_at(self, place: int) -> StepLine:
+        """Steps that may be replayed stay in the file: without checkpoints there may be millions."""
+        return read(StepLine, self.ledger.entries[place].fields)
 
     def _step_id(self, phase: int, step: int) -> StepId:
         segments = self.history.segments_of(phase)

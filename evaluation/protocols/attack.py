@@ -59,9 +59,9 @@ def _log_stand_in(index: RecordIndex, attacked: str, out: Path) -> None:
     # The same when a stopped command is started again, so that it is logged once.
     own = hashlib.sha256(f"attack {attacked} {out.resolve()}".encode()).hexdigest()[:32]
     log = RunLog.of(index)
-    with log.alone():
-        log.require_budget({own}, None)
-        if warning := log.register(own, "attack", f"an attack on {attacked}", None, None):
+    with log.alone() as held:
+        held.require_budget({own}, None)
+        if warning := held.register(own, "attack", f"an attack on {attacked}", None, None):
             raise EvaluationError(f"{warning} (an attack on stand-ins must be logged with them)")
 
 

@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
-from murmuration.accounting.certificate.certificate import verify
-from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
+from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.train.engines.local import start_ranks
+from murmuration.train.storage.checkpoint import Keep
+from murmuration.train.storage.open_run import OpenRun, open_run
+from murmuration.train.storage.run_dir import RunDir
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, facts, reopen, rewritten
 
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
@@ -237,3 +242,34 @@ def test_a_plan_with_adaptive_clipping_goes_through_json_and_cannot_do_without_i
             replace(ADAPTIVE, **change)
     with pytest.raises(PlanError, match="outside the bounds"):
         replace(ADAPTIVE, clip_norm=1000.0)
+
+
+def test_a_ledger_from_before_a_share_was_told_is_refused_and_declared_it_stays_charged(tmp_path: Path) -> None:
+    """No checkpoint was made since, but whoever read the newer ledger has the share, and its noise is used up."""
+
+    def opened(new_segment: str | None = None) -> OpenRun:
+        folder, more = RunDir(tmp_path), {"record_digests": "hmac-sha256", "new_segment": new_segment}
+        return open_run(folder, "run", start_ranks(), Keep(2), {}, **more)  # pyright: ignore[reportArgumentType]
+
+    run, path = opened(), tmp_path / "ledger.jsonl"
+    run.writer.declare_plan(0, "private", ADAPTIVE, describe("pld"))
+    run.writer.begin_segment(0, CONFIG, DATA, 0, "first")
+    norm = trained(run.writer, 1.0, range(1, 2))
+    backup = path.read_bytes()
+    trained(run.writer, norm, range(2, 4))
+    run.writer.ledger.close()
+    assert read_heads(tmp_path / "secret" / NAME) == [], "nobody outside learns of single steps"
+    whole = path.read_bytes()
+    path.write_bytes(backup)
+    with pytest.raises(CertificateError, match="was restored from a backup"):
+        verify(tmp_path)
+    with pytest.raises(LedgerError, match="was restored from a backup"):
+        opened()
+    path.write_bytes(whole)
+    run = opened()
+    assert verify(tmp_path).opened == 3
+    run.writer.ledger.close()
+    path.write_bytes(backup)
+    run = opened("the disk failed")
+    assert sum(event.count for event in run.writer.history.charged()) == 1 + 3
+    run.writer.ledger.close()

@@ -252,7 +252,9 @@ def test_only_a_promise_can_be_the_origin_of_weights(epsilon: float, delta: floa
 
 def test_old_lines_of_tuning_mean_a_geometric_number_of_runs(tmp_path: Path) -> None:
     journal = begin(tmp_path)
-    journal.ledger.append("tuning", statement="several rates", runs={"mean": 4.0, "shape": 1.0, "fixed": False})
+    journal.ledger.append(
+        journal.ledger.next("tuning", statement="several rates", runs={"mean": 4.0, "shape": 1.0, "fixed": False})
+    )
     journal.ledger.close()
     assert History.read(tmp_path / "ledger.jsonl")[0].tunings == [Declared("several rates", Tuning(4.0, 1.0, False))]
 

@@ -118,7 +118,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
 def test_a_loss_of_an_unknown_phase_is_malformed(tmp_path: Path) -> None:
     journal = begin(tmp_path)
     charge = {"phase": 3, "rate": 1.0, "sigma": 2.0, "count": 1}
-    journal.ledger.append("lost", length=9, head="f" * 64, charged=[charge])
+    journal.ledger.append(journal.ledger.next("lost", length=9, head="f" * 64, charged=[charge]))
     journal.ledger.close()
     with pytest.raises(LedgerError, match="phase 3 are charged, which has no plan"):
         reopen(tmp_path)

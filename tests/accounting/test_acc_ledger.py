@@ -88,7 +88,7 @@ def test_a_well_chained_line_of_nonsense_is_refused_with_its_line(tmp_path: Path
     journal = begin(tmp_path)
     train(journal, range(1, 3))
     length = journal.ledger.length
-    line = make_entry(length, kind, fields, journal.ledger.head).line()
+    line = make_entry(length, kind, fields, journal.ledger.head).line
     content = (tmp_path / "ledger.jsonl").read_bytes() + line
     with pytest.raises(LedgerError, match=f"line {length + 1}"):
         History.of(parsed(content))
@@ -222,7 +222,7 @@ def test_a_line_is_on_disk_before_append_returns(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "fsync", lambda fd: (acts.append("fsync"), sync(fd))[1])
     journal = begin(tmp_path)
     acts.clear()
-    journal.ledger.append("resume", phase=0, step=0)
+    journal.ledger.append(journal.ledger.next("resume", phase=0, step=0))
     assert acts == ["write", "fsync"]
 
 
@@ -278,7 +278,7 @@ def test_after_a_failed_write_this_process_writes_no_more(tmp_path: Path, monkey
         journal.settle()
     monkeypatch.undo()
     with pytest.raises(LedgerError, match="could not be written before"):
-        journal.ledger.append("resume", phase=0, step=2)
+        journal.ledger.append(journal.ledger.next("resume", phase=0, step=2))
     journal.ledger.close()
     again = reopen(tmp_path)
     train(again, range(3, 5))

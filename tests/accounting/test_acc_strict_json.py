@@ -174,7 +174,7 @@ def reread(entries: Lines, number: int, fields: dict) -> None:
     history = History()
     for each in entries:
         entry = make_entry(each.index, each.kind, fields if each.index == number else each.fields, previous)
-        chained.note(entry, 1)
+        chained.note(entry)
         history.take(entry)
         previous = entry.hash
     if history.plans:

@@ -13,6 +13,7 @@ import torch
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
+from murmuration.accounting.ledger.history import History
 from murmuration.data.synthetic.index import shape_samples
 from murmuration.model.build import build
 from murmuration.model.classifier import Classifier
@@ -21,7 +22,8 @@ from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import merged, select
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines
-from tests.support.runs import final_weights
+from tests.support.runs import different, final_weights
+from tests.support.whole_history import steps_of
 
 RECORDS, EPSILON, CLASSES = 300, 8.0, 8
 MODEL: dict[str, Any] = {
@@ -126,3 +128,23 @@ def test_without_privacy_it_is_told_so_and_learns_as_much(job: tuple[Launch, Pat
     assert code == 0, output
     # The noise is another in every run, and moves this share by about 0.024; now and then it helps.
     assert "NOT PRIVATE" in output and top_1(twin) > top_1(finished) - 0.15
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_it_is_the_head_of_an_undisturbed_pass(job: tuple[Launch, Path], tmp_path: Path) -> None:
+    config = json.loads(job[0].config.read_text())
+    config["run"]["debug_seed"] = 5
+    whole, whole_dir = Launch.written(config, tmp_path, "whole")
+    ended = whole.end()
+    assert set(ended.codes) == {0}, ended.output
+    killed, killed_dir = Launch.written(config, tmp_path, "killed")
+    for kind, at in (("pread", 9), ("write", 2), ("fsync", 4), ("rename", 1), ("fsync", 6)):
+        ended = killed.end(kill={"rank": 0, "kind": kind, "at": at, "before": at % 2 == 0})
+        assert ended.codes[0] == -9 and set(ended.codes) <= {-9, 75}, (kind, ended.codes, ended.output)
+    ended = killed.end()
+    assert set(ended.codes) == {0}, ended.output
+    assert steps_of(killed_dir) == steps_of(whole_dir)
+    assert len(History.read(killed_dir / "ledger.jsonl")[0].segments) == 1
+    assert verify(killed_dir).epsilon == verify(whole_dir).epsilon
+    assert different(final_weights(killed_dir), final_weights(whole_dir)) == []
+    assert not [path for path in killed_dir.rglob("*") if path.name.startswith(".") or path.name.endswith(".tmp")]

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="targets at a time")
     parser.add_argument("--seed", type=int, help="default: another one each time")
     parser.add_argument("--cases", type=int, default=2000, help="of each target (default: 2000)")
-    parser.add_argument("--replay", action="store_true", help="run the kept cases alone; a JSON line for each")
+    parser.add_argument("--replay", action="store_true", help="run honest files and kept cases; a JSON line for each")
     arguments = parser.parse_args()
     names = arguments.targets or list(TARGETS)
     if unknown := [name for name in names if name not in TARGETS]:
@@ -55,14 +55,12 @@ def each(names: list[str], seed: int, arguments: argparse.Namespace) -> int:
 def replay(names: list[str]) -> int:
     failed = False
     for name in names:
-        cases = kept(name)
-        if not cases:
-            continue
-        with opened(name) as (_, worker):
-            for path, data in cases.items():
+        with opened(name) as (target, worker):
+            honest = {f"honest {number}": data for number, data in enumerate(target.seeds())}
+            for case, data in (honest | {path.name: data for path, data in kept(name).items()}).items():
                 result = worker.run(data)
                 failed = failed or bool(result.fault)
-                print(json.dumps({"case": f"{name}/{path.name}", "fault": result.fault, "place": result.place,
+                print(json.dumps({"case": f"{name}/{case}", "fault": result.fault, "place": result.place,
                                   "code": result.code, "said": result.said}), flush=True)  # fmt: skip
     return 1 if failed else 0
 

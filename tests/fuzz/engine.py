@@ -27,6 +27,8 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 CODES = (0, 2, 3, 4, 5, 7, 75)
+ACCEPTED = (0, 7)
+"""7: valid as far as it was checked, which the last line says."""
 LONGEST_LINE, MOST_LINES = 2_000, 60
 # Line ends are judged by their number; what else moves a cursor or turns the order of letters can forge an answer.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -226,7 +228,7 @@ def judge(code: int | None, said: str, complaint: str) -> str:
     if code not in CODES:
         return f"exit code {code}"
     lines = complaint.splitlines()
-    if code != 0 and not complaint.strip():
+    if code not in ACCEPTED and not complaint.strip():
         return "a refusal without a word"
     if "Traceback (most recent call last)" in complaint:
         return "a printed traceback"

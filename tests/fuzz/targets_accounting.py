@@ -244,7 +244,7 @@ def chained(ledger: bytes) -> bytes:
             value = json.loads(line)
             fields = {key: part for key, part in value.items() if key not in ("index", "kind", "previous", "hash")}
             entry = make_entry(index, value["kind"], fields, previous)
-            out.append(entry.line())
+            out.append(entry.line)
             previous = entry.hash
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             out.append(line + b"\n")

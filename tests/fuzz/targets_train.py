@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.main import main as account
 from murmuration.accounting.errors import DONE
 from murmuration.accounting.ledger.chain import Ledger
@@ -35,7 +36,7 @@ from tests.fuzz.engine import ROOT, Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
 from tests.fuzz.mutate_json import dumps, mutate_text, odd_value
 from tests.fuzz.targets_accounting import chained
-from tests.support.acc_world import whole_run
+from tests.support.acc_world import KEY, whole_run
 from tests.support.config_base import BASE
 from tests.support.train_helpers import alone
 
@@ -175,7 +176,7 @@ class RunDirectory(Target):
         head = json.loads(ledger.splitlines()[-1])["hash"]
         document = self.document | {"hashes": {"checkpoint_manifest_sha256": digest}}
         document["ledger"] = {"length": len(ledger.splitlines()), "head": head}
-        (self.root / "certificate.json").write_text(json.dumps(document))
+        (self.root / "certificate.json").write_text(json.dumps(signed(document, KEY)))
         self.newest = digest
 
     def commands(self) -> int:

@@ -13,12 +13,14 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import walk
+from tests.fuzz.engine import ACCEPTED
 from tests.fuzz.mutate_json import dumps, loads, mutate_json
 from tests.fuzz.mutate_tar import mutate_tar
 from tests.fuzz.run import CORPUS, TARGETS
@@ -37,7 +39,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @cache
-def replayed() -> dict[str, dict[str, str]]:
+def replayed() -> dict[str, dict[str, Any]]:
     done = run("tests.fuzz", "--replay")
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert found, done.stderr
@@ -48,6 +50,15 @@ def replayed() -> dict[str, dict[str, str]]:
 def test_what_was_found_once_is_answered_now(case: str) -> None:
     answer = replayed()[case]
     assert not answer["fault"], f"{answer['fault']} {answer['place']}: {answer['said']}"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_files_as_they_should_be_are_accepted(name: str) -> None:
+    """What is mutated: a target that refuses it tries nothing."""
+    honest = [answer for case, answer in replayed().items() if case.startswith(f"{name}/honest ")]
+    assert honest
+    for answer in honest:
+        assert answer["code"] in ACCEPTED and not answer["fault"], f"{answer['fault']}: {answer['said']}"
 
 
 def test_every_kept_case_belongs_to_a_target() -> None:

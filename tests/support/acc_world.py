@@ -98,5 +98,5 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         change(fields)
         entry = make_entry(index, fields.pop("kind"), fields, previous)
         previous = entry.hash
-        lines.append(entry.line())
+        lines.append(entry.line)
     path.write_bytes(b"".join(lines))

@@ -400,12 +400,12 @@ def cut_after_every_sync(tmp_path: Path, checkpoints_of: type[Checkpoints] = Che
 
     with recorded(disk, look):
         ledger = Ledger.open(root / "ledger.jsonl")
-        ledger.append("run")
+        ledger.append(ledger.next("run"))
         checkpoints = checkpoints_of(root / "checkpoints", alone(), Keep(2))
         for step, engine in engines.items():
             checkpoints.begin(Position(0, step), engine, 0, HEADER)
             checkpoints.settle(
-                lambda digest, step=step: ledger.append("checkpoint", step=step, digest=digest) and None, {}
+                lambda digest, step=step: ledger.append(ledger.next("checkpoint", step=step, digest=digest)), {}
             )
     ledger.close()
     disk.close()

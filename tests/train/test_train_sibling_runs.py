@@ -157,20 +157,20 @@ def test_of_two_runs_that_start_at_once_the_second_sees_the_first(tmp_path: Path
     def second() -> None:
         log = log_in(tmp_path)
         asking.set()
-        with log.alone():
+        with log.alone() as held:
             try:
-                log.require_budget({"b"}, 2.0)
+                held.require_budget({"b"}, 2.0)
             except DataBudgetError:
                 refused.append(True)
 
     asking, thread = threading.Event(), threading.Thread(target=second)
     first = log_in(tmp_path)
-    with first.alone():
-        first.require_budget({"a"}, 2.0)
+    with first.alone() as held:
+        held.require_budget({"a"}, 2.0)
         thread.start()
         asking.wait()
         thread.join(0.2)  # had it not to wait, it would be through by now
-        first.register("a", "private", "first", 2.0, 1e-5)
+        held.register("a", "private", "first", 2.0, 1e-5)
     thread.join()
     assert refused == [True]
 
@@ -185,11 +185,32 @@ def test_a_place_that_is_named_twice_is_one(tmp_path: Path) -> None:
     for registry in (index.folder, tmp_path / "link"):
         log = RunLog.of(index, str(registry))
         assert len(log.files) == 2 and all(map(os.path.samefile, log.files, RunLog.of(index).files))
-        with log.alone():
-            log.register("a", "private", "first", 2.0, 1e-5)
+        with log.alone() as held:
+            held.register("a", "private", "first", 2.0, 1e-5)
     (tmp_path / "hard").hardlink_to(index.folder / LOG)  # or a mount of the same folder
-    with RunLog.at(index.folder / LOG, tmp_path / "link" / LOG, tmp_path / "hard").alone():
-        pass
+    with RunLog.at(index.folder / LOG, tmp_path / "link" / LOG, tmp_path / "hard").alone() as held:
+        held.register("b", "private", "second", 2.0, 1e-5)
+    assert (index.folder / LOG).read_text().count('"id": "b"') == 1
+
+
+def test_within_the_lock_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start asked 12 times in a row for what nobody may change meanwhile; what it adds itself is there at once."""
+    files, opened = [tmp_path / name / LOG for name in ("a", "b")], list[Path]()
+    for file in files:
+        file.parent.mkdir()
+    log = RunLog.at(*files)
+    log.set_budget(5.0)
+    log.register("a", "private", "first", 2.0, 1e-5)
+    whole = sibling_runs.whole_lines
+    monkeypatch.setattr(sibling_runs, "whole_lines", lambda file: (opened.append(file), whole(file))[1])
+    with log.alone() as held:
+        held.require_budget({"b"}, 3.0)
+        assert held.register("b", "private", "second", 3.0, 1e-5) is None
+        assert held.unknown_to_others("b") is None
+        with pytest.raises(DataBudgetError, match="earlier ones take 5,"):
+            held.require_budget({"c"}, 1.0)
+        assert opened == files
+    assert log.spent() == 5.0 and [file.read_text().count('"id": "b"') for file in files] == [1, 1]
 
 
 def test_runs_whose_registry_is_the_others_folder_lock_in_one_order(

@@ -110,10 +110,10 @@ class _Audit:
         """Logs an audit with input canaries: its output depends on real records, which costs epsilon like any run."""
         log = RunLog.of(self.phase.index, self.config.run.registry)
         own = secrets.token_hex(16)
-        with log.alone():
+        with log.alone() as held:
             budget, unit = self.plan.epsilon_budget, self.plan.unit
-            log.require_budget({own}, budget, unit)
-            warning = log.register(own, self.phase.name, "an audit", budget, self.plan.delta, unit)
+            held.require_budget({own}, budget, unit)
+            warning = held.register(own, self.phase.name, "an audit", budget, self.plan.delta, unit)
         if warning:
             print(printable(warning), flush=True)
 

@@ -22,7 +22,9 @@ class Section(BaseModel):
 
 def word_given(given: Any, what: str, otherwise: str = "") -> Any:
     """Nothing counts as public by default: `public` must be given. For validators that see a section as written."""
-    said = given.get("public") if isinstance(given, dict) else given.public
+    if not isinstance(given, dict | Section):
+        return given  # no section at all, which its type says better
+    said = given.get("public") if isinstance(given, dict) else getattr(given, "public", None)
     if said is not True and not (otherwise and said is False):
         raise ValueError(
             f'{what} are used without noise: write "public": true, your word that nobody\'s privacy depends on them, '

@@ -14,8 +14,7 @@ from murmuration.accounting.certificate.statement import uncovered
 from murmuration.accounting.certificate.weights import list_digest, write_lists
 from murmuration.accounting.keys import destroy, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError, Lines
-from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import logs_of, lost_charges, read_heads
+from murmuration.accounting.ledger.heads import logs_of, lost_charges, noted_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.strict_json import parse
@@ -92,7 +91,7 @@ def retire(root: Path) -> list[str]:
         else:
             load(run_dir.key)
             # Nobody can sign another certificate later, so steps that a restored ledger lacks are charged now.
-            journal.admit_lost(lost_charges(journal.ledger.entries, read_heads(secret / HEADS)), "retired")
+            journal.admit_lost(lost_charges(journal.ledger.entries, noted_in(secret)), "retired")
             noted = logs_of(root)
             logs = [RunLog.of_run(each.logs, journal.history.run_id) for each in noted]
             unknown = [

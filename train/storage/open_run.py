@@ -22,7 +22,15 @@ from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import Head, Segment
 from murmuration.accounting.ledger.heads import NAME as HEADS
-from murmuration.accounting.ledger.heads import append, contains, lost_charges, note_logs, read_heads
+from murmuration.accounting.ledger.heads import (
+    append,
+    contains,
+    lost_charges,
+    note_logs,
+    noted_in,
+    read_heads,
+    remember,
+)
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import RecordDigests
 from murmuration.accounting.plan import PrivacyPlan
@@ -230,16 +238,17 @@ class OpenRun:
             self.writer.admit_lost(lost_charges(self.writer.ledger.entries, noted), self.new_segment)
         promised = (None, None) if plan is None else (plan.epsilon_budget, plan.delta)
         unit = RECORD if plan is None else plan.unit
-        with log.alone():
-            log.require_budget((history.run_id,), None if plan is None else history.budget(), unit)
-            warning = log.register(
+        with log.alone() as held:
+            held.require_budget((history.run_id,), None if plan is None else history.budget(), unit)
+            warning = held.register(
                 history.run_id, phase, self.name, *promised, unit, folder=str(self.folder.root.resolve()),
                 copied_from=history.ids[:-1], signer=history.run["signer"],
                 records=records,
             )  # fmt: skip
+            unknown = held.unknown_to_others(history.run_id)
         if warning is not None:
             self.say(warning)
-        note_logs(self.folder.key.parent, log.files, log.unknown_to_others(history.run_id))
+        note_logs(self.folder.key.parent, log.files, unknown)
         if plan is not None and not seeded:
             self.writer.witnesses[str(log)] = log.note
 
@@ -371,15 +380,17 @@ def _key_of(
     if copied is not None:
         print(f"{copied}; new keys from here on, and all opened steps stay charged", flush=True)
     heads = run_dir.key.parent / HEADS
-    noted = read_heads(heads)
+    noted, newest = read_heads(heads), noted_in(run_dir.key.parent)[-1:]
     if (own := load(run_dir.key).head) is not None:
-        known = read(Head, own)
-        _require_as_new(journal, known, new_segment)
+        newest.append(read(Head, own))
+        _require_as_new(journal, newest[-1], new_segment)
+    for known in newest:
         if known not in noted:
-            append(heads, own, 0o600)
+            append(heads, known.as_dict(), 0o600)
             noted.append(known)
     journal.admit_lost(lost_charges(journal.ledger.entries, noted), new_segment)
     journal.witnesses[str(heads)] = lambda head: append(heads, head.as_dict(), 0o600)
+    journal.remember = lambda head: remember(run_dir.key.parent, head)
     saved = max((entry.index for entry in journal.ledger.entries.acts if entry.kind == "checkpoint"), default=-1)
     if saved >= 0 and not any(head.length > saved and contains(journal.ledger.entries, head) for head in noted):
         journal.tell_witnesses()  # a kill came between a checkpoint's line and its note

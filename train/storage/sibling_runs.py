@@ -62,10 +62,12 @@ class Place:
     whole: str = field(default="", repr=False)
     of_line: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What a line of these records says of them, where the records need not be at hand."""
+    held: list[dict[str, Any]] | None = field(default=None, repr=False, compare=False)
+    """All lines of the file, while nobody else may add one."""
 
     def lines(self) -> list[dict[str, Any]]:
         """Those that are about these records. OSError if they cannot be read."""
-        found, told = whole_lines(self.file), self._told()
+        found, told = whole_lines(self.file) if self.held is None else self.held, self._told()
         if not told:
             return found
         ours = set(told["shards"])
@@ -93,7 +95,10 @@ class Place:
         if self.registry and self.salt is not None:
             write_once(self.salt, secrets.token_bytes(32), 0o600)
             read_salt(self.salt)
-        append(self.file, line | self._told(), 0o644)
+        line |= self._told()
+        append(self.file, line, 0o644)
+        if self.held is not None:
+            self.held.append(line)
 
     def _told(self) -> dict[str, Any]:
         """What a line says of these records: the names of the salt, of the set and of its shards. Nothing where no salt
@@ -195,9 +200,9 @@ class RunLog:
         return tuple(place.file for place in self.places)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Call `require_budget` and `register` within this lock: two runs that start at once must not both be let in on
-        what is left of the budget.
+    def alone(self) -> Iterator[RunLog]:
+        """The log as it is while nobody else writes, each file read once. Ask it for `require_budget` and `register`
+        within this lock: two runs that start at once must not both be let in on what is left of the budget.
 
         A place that cannot be locked cannot be written either, or its file system has no locks (some network shares).
         """
@@ -213,7 +218,14 @@ class RunLog:
                 with contextlib.suppress(OSError):
                     while not try_lock(descriptor):
                         time.sleep(0.05)
-            yield
+            read: dict[tuple[int, int], list[dict[str, Any]]] = {}
+            places = list(self.places)
+            for number, place in enumerate(places):
+                with contextlib.suppress(OSError):  # what cannot be read is said where it is asked
+                    about = place.file.stat()
+                    lines = read.get((about.st_dev, about.st_ino)) or whole_lines(place.file)
+                    places[number] = replace(place, held=read.setdefault((about.st_dev, about.st_ino), lines))
+            yield replace(self, places=tuple(places))
 
     def register(
         self,
@@ -277,9 +289,9 @@ class RunLog:
 
     def freeze(self) -> None:
         """Writes how this set is split; ShardError if others, with an index of their own, would not find it."""
-        with self.alone():
-            self.require_cut()
-            faults, shared = self._write(self._cut_in_line(), lambda line: "public_split" in line)
+        with self.alone() as held:
+            held.require_cut()
+            faults, shared = held._write(held._cut_in_line(), lambda line: "public_split" in line)
         if not shared:
             raise ShardError(
                 f"{faults[0]}, so another run could make another part public; name a writable folder in run.registry, "
