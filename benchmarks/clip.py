@@ -30,7 +30,7 @@ FULL = (
     "last_layer",
 )  # fmt: skip
 QUICK_ENGINES = ("nonprivate", "ours", "ours_exact", "reference_vmap", "opacus", "opacus_ghost", "fastdp")
-ENGINES = (*QUICK_ENGINES, "ours_faster", "nonprivate_compiled")
+ENGINES = (*QUICK_ENGINES, "ours_faster", "ours_compiled", "nonprivate_compiled")
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

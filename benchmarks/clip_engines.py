@@ -126,6 +126,18 @@ class OwnExact(OwnEngine):
         return ExactSums(shapes, next(self.model.parameters()).device)
 
 
+class OwnCompiled(OwnEngine):
+    note = "blocks compiled"
+
+    def step(self, inputs: Inputs) -> None:
+        records = len(next(iter(inputs.values())))
+        if records != len(self.present):
+            rule, precision = self.clip.rule, self.clip.precision
+            self.clip = BookKeepingClip(rule, precision, compiled=records)
+            self.clip.prepare(self.model)
+        super().step(inputs)
+
+
 class Reference(OwnEngine):
     note = "vmap over the whole model"
 
@@ -243,6 +255,7 @@ ENGINES: Mapping[str, Callable[[Weights, float, bool], Contender]] = {
     "ours": OwnEngine,
     "ours_faster": OwnFaster,
     "ours_exact": OwnExact,
+    "ours_compiled": OwnCompiled,
     "reference_vmap": Reference,
     "opacus": Opacus,
     "opacus_ghost": OpacusGhost,

@@ -8,7 +8,8 @@ under vmap, and when a checkpointed layer runs again. Keys come with the records
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class RowKeys:
     def _forget(self) -> None:
         self._keys = None
 
+    @property
+    def keys(self) -> Tensor | None:
+        return self._keys
+
     def kept(self, module: int, rate: float, rows: int, places: int) -> Tensor:
         """bool [rows, places], each False with probability `rate`."""
         keys = self._keys
@@ -69,11 +74,7 @@ class RowKeys:
                 f"drop_key is {keys.dtype} {list(keys.shape)}, but dropout sees {rows} rows; give one int64 for "
                 "each record, and keep records in the first dimension."
             )
-        # The places' hashes are the same for all rows, so a row costs only one more round; each hash gives two numbers.
-        own = _mixed(keys + _signed(module * _GOLDEN))
-        place = _mixed(torch.arange(1, (places + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN))
-        bits = _mixed(own[:, None] ^ place).view(torch.int32)[:, :places]
-        return bits >= min(round(rate * 2**32), 2**32 - 1) - 2**31
+        return _kept(keys, module, rate, places)
 
 
 class _BeforeBackward(Function):
@@ -104,11 +105,15 @@ class _KeyedDrop(nn.Module):
         if not 0.0 <= rate < 1.0:
             raise ValueError(f"a drop rate of {rate} is impossible; give one from 0 to below 1.")
         self.rate, self.row_keys, self.number = rate, row_keys, row_keys.number()
+        self.scale: float | Tensor = 1.0 / (1.0 - rate)
+
+    def kept(self, rows: int, places: int) -> Tensor:
+        return self.row_keys.kept(self.number, self.rate, rows, places)
 
     def _drop(self, x: Tensor, places: torch.Size) -> Tensor:
         """Drop each of `places`, a shape that broadcasts to that of one sample; the values kept are scaled up."""
-        kept = self.row_keys.kept(self.number, self.rate, x.shape[0], places.numel())
-        return torch.where(kept.view(x.shape[0], *places), x, 0.0) * (1.0 / (1.0 - self.rate))
+        kept = self.kept(x.shape[0], places.numel())
+        return torch.where(kept.view(x.shape[0], *places), x, 0.0) * self.scale
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}"
@@ -126,6 +131,49 @@ class KeyedDropPath(_KeyedDrop):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._drop(x, torch.Size([1] * (x.dim() - 1))) if self.training else x
+
+
+class Drops:
+    """The modules within a block that drop. While the block is recorded for a compiler, masks and scales are lent to
+    them: no integer is hashed in compiled code, and blocks that differ in nothing else share it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = [module for module in block.modules() if isinstance(module, _KeyedDrop)]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys of the rows, if anything is dropped now."""
+        return next((each.row_keys.keys for each in self._modules if each.training), None)
+
+    def kept(self, keys: Tensor, module: int, places: int) -> Tensor:
+        """bool [*keys, places], of one of the modules."""
+        own = self._modules[module]
+        return _kept(keys.flatten(), own.number, own.rate, places).view(*keys.shape, places)
+
+    def scales(self, device: torch.device) -> Tensor:
+        return torch.tensor([each.scale for each in self._modules], dtype=torch.float64, device=device)
+
+    @contextmanager
+    def lent(self, kept: Callable[[int, int], Tensor], scales: Sequence[Tensor]) -> Iterator[None]:
+        """`kept`: the mask of a module, by its number here and that of its places."""
+        before = [each.scale for each in self._modules]
+        try:
+            for number, (module, scale) in enumerate(zip(self._modules, scales, strict=True)):
+                module.scale = scale
+                vars(module)["kept"] = lambda rows, places, number=number: kept(number, places)
+            yield
+        finally:
+            for module, scale in zip(self._modules, before, strict=True):
+                module.scale = scale
+                vars(module).pop("kept", None)
+
+
+def _kept(keys: Tensor, module: int, rate: float, places: int) -> Tensor:
+    # The places' hashes are the same for all rows, so a row costs only one more round; each hash gives two numbers.
+    own = _mixed(keys + _signed(module * _GOLDEN))
+    place = _mixed(torch.arange(1, (places + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN))
+    bits = _mixed(own[:, None] ^ place).view(torch.int32)[:, :places]
+    return bits >= min(round(rate * 2**32), 2**32 - 1) - 2**31
 
 
 def dropout(rate: float, row_keys: RowKeys) -> Drop:

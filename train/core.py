@@ -55,10 +55,22 @@ class Computation:
     noise: NoiseKind = "aes"
     # It shapes no release, so it is no part of a training's identity.
     cuda_graph: Literal["auto", "off"] = field(default="auto", repr=False)
+    # It shapes a release, by rounding. Left out of the text only where it is at its default (`identity`).
+    compile: Literal["off", "blocks"] = field(default="off", repr=False)
 
     @staticmethod
     def of(run: Run) -> Computation:
-        return Computation(run.clip_engine, run.clip_memory, run.precision, run.noise, run.cuda_graph)
+        """With FSDP2 or another clip engine, phases with privacy run as they are written."""
+        compiled = run.engine != "fsdp2" and run.clip_engine == "book-keeping"
+        return Computation(
+            run.clip_engine, run.clip_memory, run.precision, run.noise, run.cuda_graph,
+            run.compile if compiled else "off",
+        )  # fmt: skip
+
+    @property
+    def identity(self) -> str:
+        """Of what shapes a release."""
+        return repr(self) if self.compile == "off" else f"{self!r}, {self.compile}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,8 @@ def clipping_engine(
 ) -> ClippingEngine:  # fmt: skip
     """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
     `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
-    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory)
+    compiled = engine.micro_batch if computation.compile == "blocks" else 0
+    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled)
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.

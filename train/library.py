@@ -190,6 +190,12 @@ class Settings:
         if self.dataset in self.public.values():
             raise PlanError(f"public: {self.dataset!r} is what this run protects; name other records")
         EngineSettings(self.engine, 1, self.zero, self.shard_over)  # refuses what does not fit
+        whole = self.engine == "local" or (self.engine == "deepspeed" and self.zero.stage < 3)
+        if self.computation.compile == "blocks" and not (whole and self.computation.clip_engine == "book-keeping"):
+            raise PlanError(
+                'compile="blocks" needs whole weights and the book-keeping clip engine; use engine "local", or '
+                '"deepspeed" at a stage below 3, or leave it out'
+            )
         mechanisms = self.privacy.mechanisms | ({"exact"} if self.computation.noise == "exact" else set())
         require_together(mechanisms | ({"keep_key"} if self.keep_key else set()))
 
@@ -370,7 +376,8 @@ class PrivateTraining:
         optimizer = self._optimizer
         named = optimizer.model_dump() if isinstance(optimizer, Optimizer) else described(optimizer)
         shapes = {name: list(each.shape) for name, each in self._model.named_parameters()}
-        identity = [type(self.model).__qualname__, shapes, repr(rule), named, repr(settings.computation), micro_batch]
+        computed = settings.computation.identity
+        identity = [type(self.model).__qualname__, shapes, repr(rule), named, computed, micro_batch]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.ranks.require_same("the model and the arguments of the training", digest)
         segment = self.ranks.on_main(
@@ -395,7 +402,8 @@ class PrivateTraining:
             return min(most, max(1, MOST_ON_PROCESSORS // self._rows))
         whole = EngineSettings()  # a shard of it needs less
         trial = clipping_engine(
-            copy.deepcopy(self._model), rule, Optimizer(), 0.0, whole, self.ranks, self.settings.computation
+            copy.deepcopy(self._model), rule, Optimizer(), 0.0, whole, self.ranks,
+            replace(self.settings.computation, compile="off"),
         ).engine  # fmt: skip
         try:
             return largest_that_fits(trial, self._synthetic, most, self.ranks)

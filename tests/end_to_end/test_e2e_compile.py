@@ -1,4 +1,5 @@
-"""`run.compile`: the blocks of a public phase run under torch.compile, those of the private phase after it do not."""
+"""`run.compile`: the blocks of a public phase run under torch.compile, and those of the private phase after it as code
+that is recorded from the isolated pass; but not where weights are sharded."""
 
 from __future__ import annotations
 
@@ -22,8 +23,12 @@ def public_losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in lines if line["phase"] != "private" and "loss" in line]
 
 
+def notes(run_dir: Path) -> str:
+    return (run_dir / "logs" / "private" / "notes.jsonl").read_text()
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_a_compiled_public_phase_trains_the_same_weights(
+def test_a_compiled_run_trains_the_same_weights(
     launch: Make, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
@@ -43,3 +48,31 @@ def test_a_compiled_public_phase_trains_the_same_weights(
     # Fused operations round otherwise.
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
     assert verify(run_dir).epsilon == verify(whole).epsilon
+    told = "blocks run as compiled code" in notes(run_dir)
+    assert told == (engine == "deepspeed") and "as written run" not in notes(run_dir)
+
+
+@pytest.mark.slow
+def test_a_killed_compiled_run_goes_on_as_it_was_and_another_setting_is_another_config(
+    launch: Make, finished: tuple[Path, str]
+) -> None:
+    def compiled(config: dict[str, Any]) -> None:
+        config["run"]["compile"] = "blocks"
+
+    job, run_dir = launch("killed", compiled)
+    job.killed(run_dir, 5)
+    job.arguments = ["--set", "run.compile=off"]
+    code, output = job.run()
+    assert code == 5 and "--new-segment" in output, "a step that is made again may differ by rounding"
+    job.arguments = []
+    code, output = job.run()
+    assert code == 0, output
+    found, expected = final_weights(run_dir), final_weights(finished[0])
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
+
+    job, run_dir = launch("changed", compiled)
+    job.killed(run_dir, 5)
+    job.arguments = ["--set", "run.compile=off", "--new-segment", "no compiler here"]
+    code, output = job.run()
+    assert code == 0, output
+    assert verify(run_dir).epsilon >= verify(finished[0]).epsilon, "steps that were opened stay charged"

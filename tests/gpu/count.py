@@ -1,7 +1,7 @@
 """Counts what a GPU would do for one micro-batch: kernels, bytes, operations, synchronisations, memory, and where.
 
     python tests/gpu/count.py table [--model mae/base --records 64]     prints the counts of the shipped recipes
-    python tests/gpu/count.py refreeze                                  commits to them (counted.json)
+    python tests/gpu/count.py refreeze --compiled                       commits to them (counted.json)
     python tests/gpu/count.py kernels --model mae/base --records 128    each kind of kernel by itself, as JSON
 
 Everything runs on fake tensors of a pretended device (pretended.py). Bytes are those that a kernel reads and writes if
@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import getitem
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+import murmuration.train.clip.compiled as compiled  # noqa: E402
 import murmuration.train.clip.kernels as kernels  # noqa: E402
 import murmuration.train.clip.sums as sums  # noqa: E402
 from murmuration.data.draw.micro_batch import MicroBatch  # noqa: E402
@@ -43,9 +46,10 @@ from murmuration.train.clip.rule import ClipRule  # noqa: E402
 from murmuration.train.engines.forward import PlainForward, PrivateForward  # noqa: E402
 from murmuration.train.self_test.probes import synthetic_batch  # noqa: E402
 from tests.gpu.kinds import PRODUCTS, attention, kind_of, precision, product  # noqa: E402
-from tests.gpu.prices import NOT_MEASURED, Kernel, Rates  # noqa: E402
+from tests.gpu.prices import FUSED, NOT_MEASURED, Kernel, Rates  # noqa: E402
 
 COUNTED = Path(__file__).with_name("counted.json")
+COMPILED = "private, compiled"
 GPU = torch.device("cuda", 0)
 OBJECTIVES = {"mae": "mae", "captioner": "caption", "classifier": "classify"}
 # Models of the shipped recipes at the micro-batches that they ship with.
@@ -346,15 +350,121 @@ STAND_INS = {
 }  # fmt: skip
 
 
+def code_stand_in(count: Count, mode: FakeTensorMode) -> Any:
+    """What the compiler's code of a block launches: PyTorch's own products and attention, and one kernel for each group
+    of other operations that Inductor would fuse. It lowers and schedules them, and no code is written."""
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+    from torch._inductor.virtualized import V
+
+    def launched(part: Any) -> Any:
+        given = [node.meta["val"] for node in part.graph.find_nodes(op="placeholder")]
+        with V.set_fake_mode(mode):
+            post_grad_passes(part, False)
+            lowered = GraphLowering(part, example_inputs=given, is_inference=False)
+            with V.set_graph_handler(lowered), V.set_debug_handler(DebugContext()):
+                lowered.run(*given)
+                lowered._update_scheduler()
+                nodes = [each for each in lowered.scheduler.nodes if not isinstance(each, NopKernelSchedulerNode)]
+                others = [each for each in nodes if isinstance(each, ExternKernelSchedulerNode)]
+                fused = [each.get_read_write_buffers_sizes() for each in nodes if each not in others]
+        calls = [node for node in part.graph.nodes if _is_library_call(node)]
+        launches = [each for each in others if not isinstance(each.node, MultiOutput)]
+        assert len(calls) == len(launches), "a call of a library that is not counted"
+        asked = {node: number for number, node in enumerate(part.graph.find_nodes(op="placeholder"))}
+
+        def run(tensors: list[Tensor]) -> list[Tensor]:
+            for moved in fused:
+                count.add(Kernel(FUSED, moved))
+            for node in calls:
+                ins, outs = (
+                    [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+                    for values in ([each.meta["val"] for each in node.all_input_nodes], node.meta["val"])
+                )
+                count._kernel(_name_of(node), ins, outs)
+            made: dict[Any, Tensor] = {}
+            for node in part.graph.output_node().args[0]:
+                base = _seen_through_views(node)
+                if base not in made:
+                    own = base.meta["val"]
+                    made[base] = (
+                        tensors[asked[base]]
+                        if base in asked
+                        else torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=GPU)
+                    )
+            results = [(node.meta["val"], made[_seen_through_views(node)]) for node in part.graph.output_node().args[0]]
+            tensors.clear()
+            return [base.as_strided(x.shape, x.stride(), x.storage_offset()) for x, base in results]
+
+        return run
+
+    def both_ways(recorded: Any, like: list[Tensor], outputs: int, example: list[Tensor]) -> Any:
+        del example
+        return tuple(map(launched, partition_fn(recorded, like, num_fwd_outputs=outputs)))
+
+    return both_ways
+
+
+def _seen_through_views(node: Any) -> Any:
+    while _name_of(of := node.args[0] if node.target is getitem else node) in VIEWS:
+        node = of.args[0]
+    return node
+
+
+def _is_library_call(node: Any) -> bool:
+    return _name_of(node) in PRODUCTS or "scaled_dot_product" in _name_of(node)
+
+
+def _name_of(node: Any) -> str:
+    return getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2]
+
+
+class _SameMode:
+    """In the place of a recording's own mode: here, all tensors hold nothing already."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode, self.from_tensor = mode, Tensor.detach
+
+    def __enter__(self) -> FakeTensorMode:
+        return self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
 @contextmanager
-def on_a_gpu() -> Iterator[None]:
+def on_a_gpu() -> Iterator[FakeTensorMode]:
     """CUDA as PyTorch would find it, and tensors that hold nothing."""
     torch.cuda._lazy_init = lambda: None
     torch.cuda.is_bf16_supported = lambda *_, **__: True
     torch.cuda.current_device = lambda: 0
     torch.set_num_threads(1)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
+
+
+def let_the_compiler_ask() -> None:
+    """What Inductor asks of a device before it fuses anything."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    about = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30, warp_size=32,
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, shared_memory_per_block=49152,
+        shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448, gcnArchName="",
+        L2_cache_size=50 << 20, max_threads_per_block=1024,
+    )  # fmt: skip
+    torch.cuda.get_device_properties = torch.cuda._get_device_properties = lambda device=None: about
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.device_count = lambda: 1
+    CudaInterface.Worker.get_device_properties = staticmethod(lambda device=None: about)
+    CudaInterface.Worker.current_device = staticmethod(lambda: 0)
+    CudaInterface.get_compute_capability = staticmethod(lambda device=None: 90)
+    CudaInterface.is_triton_capable = staticmethod(lambda device=None: True)
+    CudaInterface.raise_if_triton_unavailable = staticmethod(lambda device=None: None)
 
 
 def shape_of(model: str) -> Any:
@@ -367,14 +477,14 @@ def shape_of(model: str) -> Any:
     return ModelSettings.model_validate(settings).resolved()
 
 
-def counted(model: str, records: int, private: bool) -> Counts:
-    """One micro-batch as the engines make it, without what ranks do together."""
+def counted(model: str, records: int, private: bool, blocks: bool = False) -> Counts:
+    """One micro-batch as the engines make it, without what ranks do together. `blocks`: run as compiled code."""
     shape, objective = shape_of(model), OBJECTIVES[model.split("/")[0]]
     empty = build(shape, objective, device="meta")  # pyright: ignore[reportArgumentType]
     example = {
         name: (value.shape[1:], value.dtype) for name, value in synthetic_batch(shape, objective, 1, 0).inputs.items()
     }
-    with on_a_gpu():
+    with on_a_gpu() as mode:
         body: nn.Module = empty.to_empty(device=GPU)
         inputs = {
             name: torch.empty((records, *size), dtype=dtype, device=GPU) for name, (size, dtype) in example.items()
@@ -385,8 +495,16 @@ def counted(model: str, records: int, private: bool) -> Counts:
         for name, stand_in in STAND_INS.items():
             setattr(kernels, name, partial(lambda kernel, device: kernel, stand_in(count)))
         if private:
-            forward = PrivateForward(body, BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16"), graph=False)
+            clip = BookKeepingClip(ClipRule("flat", 1.0, 1e-3), "bf16", compiled=records if blocks else 0)
+            forward = PrivateForward(body, clip, graph=False)
             forward.begin(GPU)
+            if clip.blocks is not None:
+                let_the_compiler_ask()
+                clip.blocks.compiler = code_stand_in(count, mode)
+                compiled._without_values = lambda: _SameMode(mode)
+                forward(batch.inputs, batch.present)  # which records the blocks
+                assert not clip.blocks.why_not, clip.blocks.about()
+                count.found = Counts()
             with count:
                 forward(batch.inputs, batch.present)
                 forward.observation()
@@ -398,17 +516,20 @@ def counted(model: str, records: int, private: bool) -> Counts:
     return count.found
 
 
-def both(model: str, records: int) -> dict[str, Counts]:
-    return {side: counted(model, records, side == "private") for side in ("plain", "private")}
+def sides(model: str, records: int, compiled: bool) -> dict[str, Counts]:
+    """`compiled`: also private with compiled blocks, which a ResNet's are not."""
+    names = ("plain", "private", *([COMPILED] if compiled and "r50" not in model else []))
+    return {name: counted(model, records, name != "plain", name == COMPILED) for name in names}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| model | micro-batch | kernels | GB | GFLOP of products | syncs | peak GiB | priced ms | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | micro-batch | kernels | GB | GFLOP of products | syncs | peak GiB | priced ms | ratio | compiled |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, each in found.items():
         plain, private = each["plain"], each["private"]
+        compiled = f"{sum(each[COMPILED]['priced_ms'].values()):.1f}" if COMPILED in each else ""
 
         def pair(key: str, unit: float = 1.0, digits: int = 0, plain: Any = plain, private: Any = private) -> str:
             return f"{plain[key] / unit:,.{digits}f} → {private[key] / unit:,.{digits}f}"
@@ -419,7 +540,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         lines.append(
             f"| {name} | {CASES.get(name, '')} | {pair('kernels')} | {pair('megabytes', 1e3, 1)} | "
             f"{' → '.join(flops)} | {' → '.join(syncs)} | {pair('peak_mib', 1024, 1)} | "
-            f"{times[0]:.1f} → {times[1]:.1f} | {times[0] / times[1]:.2f} |"
+            f"{times[0]:.1f} → {times[1]:.1f} | {times[0] / times[1]:.2f} | {compiled} |"
         )
     return "\n".join(lines)
 
@@ -429,6 +550,7 @@ def main() -> None:
     parser.add_argument("act", choices=("table", "refreeze", "json", "kernels"))
     parser.add_argument("--model", help="mae/base, captioner/large, …; default: the models of the shipped recipes")
     parser.add_argument("--records", type=int, help="of the micro-batch; default: as shipped")
+    parser.add_argument("--compiled", action="store_true", help="count compiled blocks, too: a minute for each model")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.inside:
@@ -439,16 +561,16 @@ def main() -> None:
         sys.stdout.write(done.stdout)
         sys.exit(done.returncode)
     cases = CASES if arguments.model is None else {arguments.model: arguments.records or CASES.get(arguments.model, 32)}
-    counts = {name: both(name, records) for name, records in cases.items()}
+    counts = {name: sides(name, records, arguments.compiled) for name, records in cases.items()}
     if arguments.act == "kernels":
         each = {
-            name: {side: [[*kernel, times] for kernel, times in found.each.items()] for side, found in sides.items()}
-            for name, sides in counts.items()
+            name: {side: [[*kernel, times] for kernel, times in found.each.items()] for side, found in own.items()}
+            for name, own in counts.items()
         }
         print("KERNELS " + json.dumps(each))
         return
     rates = Rates.committed()
-    found = {name: {side: each.as_dict(rates) for side, each in sides.items()} for name, sides in counts.items()}
+    found = {name: {side: each.as_dict(rates) for side, each in own.items()} for name, own in counts.items()}
     if arguments.act == "table":
         print(table(found))
     elif arguments.act == "json":

@@ -19,7 +19,9 @@ RATES = Path(__file__).with_name("rates.json")
 MEMORY, PRODUCT_FP32 = 4.0e12, 45e12
 # Assumed: the rates of kinds of which no kernel was measured by itself.
 NOT_MEASURED = "not measured"
+FUSED = "fused by the compiler"
 ASSUMED = {
+    FUSED: 3.3e12,
     "product fp32": PRODUCT_FP32, "product fp64": PRODUCT_FP32, "convolution fp64": PRODUCT_FP32, NOT_MEASURED: MEMORY,
 }  # fmt: skip
 

@@ -22,13 +22,17 @@ PEAK_ROOM = 1.02
 QUICK = ("mae/base", "captioner/base")
 
 
-def count(name: str) -> dict[str, Any]:
+def count(name: str, *options: str) -> dict[str, Any]:
     script = Path(pretended.__file__).with_name("count.py")
-    done = pretended.run(script, "json", "--inside", "--model", name)
+    done = pretended.run(script, "json", "--inside", "--model", name, *options)
     line = next((line for line in done.stdout.splitlines() if line.startswith("COUNTED ")), None)
     assert line is not None, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(line.removeprefix("COUNTED "))[name]
     return found
+
+
+def slowly(*given: Any) -> Any:
+    return pytest.param(*given, marks=pytest.mark.slow)
 
 
 def risen(known: dict[str, float], found: dict[str, float]) -> list[str]:
@@ -37,11 +41,14 @@ def risen(known: dict[str, float], found: dict[str, float]) -> list[str]:
     return [f"{place}: {known.get(place, 0)} -> {found[place]}" for place in sorted(more, key=lambda p: -more[p])[:5]]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
-def test_no_count_rises(name: str) -> None:
-    known, found = json.loads(COUNTED.read_text())[name], count(name)
-    for kind in ("plain", "private"):
-        before, now = known[kind], found[kind]
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, ()) for name in QUICK), *(slowly(name, ("--compiled",)) for name in CASES)]
+)
+def test_no_count_rises(name: str, options: tuple[str, ...]) -> None:
+    known, found = json.loads(COUNTED.read_text())[name], count(name, *options)
+    assert not options or found.keys() == known.keys()
+    for kind, now in found.items():
+        before = known[kind]
         for total, places in (("kernels", "kernels_at"), ("megabytes", "megabytes_at")):
             worse = f"{name}, {kind}: {total} {before[total]} -> {now[total]}, at {risen(before[places], now[places])}"
             assert now[total] <= ROOM * before[total], worse

@@ -16,6 +16,7 @@ from murmuration.train.commands.train import main
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.refused import PHASE_REFUSED, REFUSED
 from murmuration.train.config.root import Config
+from murmuration.train.core import Computation
 from tests.support.config_base import BASE, Change, drop, put, refusal
 
 
@@ -213,6 +214,12 @@ def test_what_is_missing_is_named(loaded: Callable[..., Config], key: str, messa
 # What does not go together, by what it is about: changes that all of its rows share, then a row and the words for it.
 
 PATH = {"path": "x", "public": True}
+
+
+def all_private(raw: dict[str, Any]) -> None:
+    del raw["phases"][0]
+
+
 BANDED = put("phases.1.privacy.noise", {"kind": "banded", "bands": 2})
 ALLOCATED = put("phases.1.privacy.sampling", "allocation")
 WHOLE_WEIGHTS = "needs whole weights on every rank, and ZeRO-3 and FSDP2 shard them"
@@ -288,7 +295,8 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([put("run.engine", "fsdp2"), put("run.shard_over", 1)], "greater than or equal to 2"),
     ]),
     "compiled blocks": ([put("run.compile", "blocks")], [
-        ([lambda raw: raw["phases"].pop(0) and None], "no phase here trains without it"),
+        ([all_private, put("run.engine", "fsdp2")], "phases with privacy run as they are written"),
+        ([all_private, put("run.clip_engine", "reference")], "another clip engine than book-keeping"),
         ([put("zero_optimization.stage", 3)], "ZeRO-3"), ([put("model.drop_path", 0.1)], "model.drop_path"),
         ([put("model.dropout", 0.1)], "model.dropout"),
     ]),
@@ -513,6 +521,9 @@ def test_a_witness_without_a_name_is_refused(loaded: Callable[..., Config]) -> N
 
 
 def test_blocks_are_compiled_only_where_something_runs_compiled(loaded: Callable[..., Config]) -> None:
-    compiled = put("run.compile", "blocks")
-    assert loaded(compiled).run.compile == "blocks"
-    assert loaded(compiled, put("run.engine", "fsdp2"), put("zero_optimization.stage", 3)).run.compile == "blocks"
+    compiled, sharded = put("run.compile", "blocks"), [put("run.engine", "fsdp2"), put("zero_optimization.stage", 3)]
+    for changes, private in (([], "blocks"), (sharded, "off"), ([put("run.clip_engine", "reference")], "off")):
+        config = loaded(compiled, *changes)
+        assert (config.run.compile, Computation.of(config.run).compile) == ("blocks", private)
+    dropping = loaded(compiled, put("model.dropout", 0.1), all_private)
+    assert Computation.of(dropping.run).compile == "blocks", "masks are given to compiled code, so blocks share it"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportP
 from torch.nn.modules import module as every_module
 
 from murmuration.train.clip.accumulator import NormAccumulator
+from murmuration.train.clip.compiled import CompiledBlocks
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
@@ -90,12 +92,15 @@ class Held:
 class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
     full speed; each record's factor is reduced by what that may add. `together`: whether small layers share kernels.
-    None: only on GPUs, where it pays."""
+    None: only on GPUs, where it pays. `compiled`: the records of the micro-batches in which the model's repeated blocks
+    run as compiled code; 0: in none."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
-        round_operands: bool | None = None, together: bool | None = None,
+        round_operands: bool | None = None, together: bool | None = None, compiled: int = 0,
     ) -> None:  # fmt: skip
+        self._compiled = compiled
+        self.blocks: CompiledBlocks | None = None
         self.round_operands, self.together = round_operands, together
         self.rule, self.hold = rule, hold
         self.precision: Precision = precision
@@ -126,6 +131,7 @@ class BookKeepingClip:
                     "remove it"
                 )
         self._checked, self._held = False, None
+        self.blocks = CompiledBlocks(model, self._compiled) if self._compiled else None
         self.rule.require_groups(trainable)
 
     def add_clipped(
@@ -156,7 +162,8 @@ class BookKeepingClip:
             together, defer, rows_of(inputs, len(present)),
         )  # fmt: skip
         tracker = ParameterTracker(held.parameters, len(present), present.device, accumulator.add, LAYER_RULES)
-        with uncompiled():  # the backward pass as well, in which checkpointed layers run again
+        compiled = nullcontext() if self.blocks is None else self.blocks.running(tracker)
+        with uncompiled(), compiled:  # the backward pass as well, in which checkpointed layers run again
             losses = self._run(model, inputs, tracker)
         with torch.no_grad():
             losses = losses.detach()

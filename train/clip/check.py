@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from murmuration.accounting.escaping import first_line
 from murmuration.model.safety import zeros_filled
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import LOSS_SCALE, ClipEngine, Precision, autocast, clipped_totals
 from murmuration.train.clip.losses import losses_of
 from murmuration.train.clip.rows import of_slots
@@ -77,12 +78,14 @@ def check_gradients(
     if not all(p.numel() for p in reference.parameters() if p.requires_grad):
         return
     rows = present.nonzero().flatten()[:records]
-    few = of_slots(inputs, rows, len(present)), present[rows]
+    chosen, few = list(range(len(rows))), (of_slots(inputs, rows, len(present)), present[rows])
+    if clip.precision == "fp32" and isinstance(clip, BookKeepingClip) and clip.blocks is not None:
+        chosen, few = rows.tolist(), (inputs, present)  # only whole micro-batches run as compiled code
     found: list[_Apart] = []
     with ExitStack() as meanwhile:
         if plain is None:
             meanwhile.enter_context(zeros_filled(model))
-        for row in range(len(rows)):
+        for row in chosen:
             with _in_precision(clip, "fp32"):
                 found.append(_in_fp32(clip, model, reference, *few, row, shapes))
         for row in rows.tolist() if clip.precision != "fp32" else []:

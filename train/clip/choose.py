@@ -10,7 +10,10 @@ from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
 
 
-def make_clip(name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"]) -> ClipEngine:
+def make_clip(
+    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0
+) -> ClipEngine:  # fmt: skip
+    """`compiled`: in micro-batches of so many records, blocks run as compiled code."""
     if name == "reference":
         return ReferenceClip(rule)
     if name == "opacus":
@@ -18,4 +21,4 @@ def make_clip(name: str, rule: ClipRule, precision: Precision, memory: Literal["
         from murmuration.train.clip.opacus import OpacusClip
 
         return OpacusClip(rule)
-    return BookKeepingClip(rule, precision, HOLD[memory])
+    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled)

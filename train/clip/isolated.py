@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Self
@@ -82,40 +82,51 @@ class OneMicroBatch(TorchFunctionMode):
     those of this one.
     """
 
+    recorded = False
+    """Whether the pass is one of tensors without values, for a compiler (`compiled.py`), which takes PyTorch's own
+    functions and no kernel of ours."""
+
     def __enter__(self) -> Self:
         self._below = _below()
         return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if directly() and _more_below(self._below):
-            raise ClipError(
-                "forward() runs functions under a TorchDispatchMode or saved_tensors_hooks of its own, which are given "
-                "all records together; leave them out"
-            )
+        self.look_below()
         if func in PRINTING and is_of_records(args[0]):
             raise ClipError("forward() prints a record's tensor, or makes a text of it; leave that out")
         if func is torch.Tensor.__bool__ and _asks_whether_a_mask_can_be_left_out(args[0]):
             return False
         for x in (*args, *kwargs.values()):
-            for tensor in x if isinstance(x, (tuple, list)) else (x,):
-                if not is_of_records(tensor):
-                    continue
-                inner = tensor
-                while functorch.is_gradtrackingtensor(inner) and getattr(inner, "of_pass", None) is None:
-                    inner = functorch.get_unwrapped(inner)
-                if getattr(inner, "of_pass", None) is None:  # of an input, or of a transform of the module's own
-                    inner.of_pass = self
-                if inner.of_pass is not self or isinstance(tensor, nn.Parameter):
-                    raise ClipError(
-                        "the model kept a tensor of an earlier micro-batch and used it again, so records would meet "
-                        "those of other steps; let forward() keep nothing"
-                    )
+            self.look_at(x if isinstance(x, (tuple, list)) else (x,))
         out = self.call(func, args, kwargs)
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if is_of_records(tensor):
                 tensor.of_pass = self
         return out
+
+    def look_below(self) -> None:
+        if directly() and _more_below(self._below):
+            raise ClipError(
+                "forward() runs functions under a TorchDispatchMode or saved_tensors_hooks of its own, which are given "
+                "all records together; leave them out"
+            )
+
+    def look_at(self, given: Iterable[Any]) -> None:
+        """Refuses a tensor of records that is not of this pass."""
+        for tensor in given:
+            if not is_of_records(tensor):
+                continue
+            inner = tensor
+            while functorch.is_gradtrackingtensor(inner) and getattr(inner, "of_pass", None) is None:
+                inner = functorch.get_unwrapped(inner)
+            if getattr(inner, "of_pass", None) is None:  # of an input, or of a transform of the module's own
+                inner.of_pass = self
+            if inner.of_pass is not self or isinstance(tensor, nn.Parameter):
+                raise ClipError(
+                    "the model kept a tensor of an earlier micro-batch and used it again, so records would meet "
+                    "those of other steps; let forward() keep nothing"
+                )
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -260,6 +271,8 @@ def _checkpoints_isolated(slots: int) -> Iterator[None]:
         batched = [is_of_records(x) for x in flat]
         mode = _mode()
         assert mode is not None, "an isolated pass runs in a mode"
+        if mode.recorded:
+            raise ClipError("a part of it is checkpointed, and compiled code would keep what that part computes again")
 
         def again(*whole: Any) -> None:
             # Where a clip engine watches the backward pass, it is the same mode.

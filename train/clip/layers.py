@@ -201,7 +201,8 @@ def layer_norm(
 
     x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
     layer = Affine(_value(scale, weight), _value(shift, bias), report)
-    kernel = kernels.layer_norm_backward(x.device) if x.dtype.itemsize <= 4 and math.prod(shape) <= WIDEST else None
+    fits = not tracker.recorded and x.dtype.itemsize <= 4 and math.prod(shape) <= WIDEST
+    kernel = kernels.layer_norm_backward(x.device) if fits else None
     together = None if kernel is None else partial(kernel, records=tracker.records)
     rows = x.dim() > len(shape)
     return tracker.on_records(lambda x: LayerNorm.apply(tracker.anchor, x, shape, eps, layer, together), x, rows)
@@ -248,7 +249,8 @@ def group_norm(
 
     x = input.to(torch.promote_types(wide(input.dtype), weight.dtype))
     layer = Affine(_value(scale, weight), _value(shift, bias), report)
-    together = kernels.group_norm_backward(x.device) if x.dtype.itemsize <= 4 else None
+    fits = not tracker.recorded and x.dtype.itemsize <= 4
+    together = kernels.group_norm_backward(x.device) if fits else None
     return tracker.on_records(lambda x: GroupNorm.apply(tracker.anchor, x, num_groups, eps, layer, together), x)
 
 

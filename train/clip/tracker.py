@@ -175,9 +175,10 @@ class ParameterTracker(OneMicroBatch):
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], records: int, device: torch.device,
         report: Callable[[Sequence[Reported], Mapping[str, int]], None] | None, layers: Mapping[Any, Handler],
+        recorded: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.records = records
+        self.records, self.recorded = records, recorded
         self._report = report
         self.used: dict[str, int] = {}
         self.counting = True
@@ -229,9 +230,16 @@ class ParameterTracker(OneMicroBatch):
 
     def use(self, source: TrackedTensor) -> None:
         """Counts the pieces that the backward pass will report; a checkpoint's second forward pass counts nothing."""
+        self.count(dict.fromkeys(source.leaves, 1))
+
+    def count(self, uses: Mapping[str, int]) -> None:
         if self.counting:
-            for name in source.leaves:
-                self.used[name] = self.used.get(name, 0) + 1
+            for name, times in uses.items():
+                self.used[name] = self.used.get(name, 0) + times
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Of a trained parameter."""
+        return self._names.get(id(tensor))
 
     def report(self, pieces: Sequence[Reported]) -> None:
         # Handling pieces is not a use of a parameter, so it need not pass through here.

@@ -118,9 +118,9 @@ class Run(Keeping):
     )
     compile: Literal["off", "blocks"] = Field(
         default="off",
-        description="blocks: in phases without privacy, the model's repeated blocks run under torch.compile, which "
-        "can be faster on a GPU, after a minute or two at the start (more where blocks differ, as a ResNet's do). A "
-        "private step never does: clipping must see every use of a weight.",
+        description="blocks: the model's repeated blocks run as compiled code, which can be faster on a GPU, after a "
+        "minute or two at the start (more where blocks differ, as a ResNet's do). Below ZeRO-3. In phases with "
+        "privacy, blocks that cannot be compiled run as written, and logs/private says why; with FSDP2, all do.",
     )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."
@@ -190,7 +190,7 @@ OF_NO_RELEASE: Mapping[str, Any] = {
         }
     },
     "run": dict.fromkeys((
-        "engine", "shard_over", "cuda_graph", "compile", "dir", "registry", "witness", "log_every", "private_curves",
+        "engine", "shard_over", "cuda_graph", "dir", "registry", "witness", "log_every", "private_curves",
         "keep_key", "tuned_on_private_data", "debug_seed", "checkpoint_every", "checkpoint_lag", "keep_checkpoints",
         "keep_every", "keep_best", "stall_seconds", "stop_after_minutes",
     ), True),
@@ -330,20 +330,21 @@ class Config(Section):
     def _blocks_can_be_compiled(self) -> Config:
         if self.run.compile == "off":
             return self
-        if all(phase.privacy is not None for phase in self.phases if phase.trains):
+        public = any(phase.privacy is None for phase in self.phases if phase.trains)
+        if not public and (self.run.engine == "fsdp2" or self.run.clip_engine != "book-keeping"):
             raise ValueError(
-                f'run.compile = "{self.run.compile}" is for phases without privacy, and no phase here trains without '
-                "it; leave it out"
+                f'run.compile = "{self.run.compile}": with run.engine = "fsdp2" or another clip engine than '
+                "book-keeping, phases with privacy run as they are written, and all phases here have it; leave it out"
             )
         if self.run.engine == "deepspeed" and self.zero_optimization.stage == 3:
             raise ValueError(
                 f'run.compile = "{self.run.compile}": ZeRO-3 gathers weights inside the blocks, where compiled code '
                 'cannot run; use another stage, or run.engine = "fsdp2"'
             )
-        if self.model.dropout or self.model.drop_path:
+        if public and (self.model.dropout or self.model.drop_path):
             raise ValueError(
-                f'run.compile = "{self.run.compile}": with model.dropout or model.drop_path, blocks differ, and most '
-                "of them would not be compiled; leave one of the two out"
+                f'run.compile = "{self.run.compile}": with model.dropout or model.drop_path, blocks of phases without '
+                "privacy differ, and most of them would not be compiled; leave one of the two out"
             )
         return self
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from murmuration.train.clip.compiled import repeated_blocks
 from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation, Precision, autocast
 from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import ClipRule
@@ -280,17 +281,6 @@ class PlainForward(nn.Module):
     def observation(self) -> Observation:
         assert self.observed is not None, "nothing was accumulated yet"
         return Observation(self.observed)
-
-
-def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of lists, and of chains of one kind of module, but not what lies within them."""
-    kinds = [type(child) for child in module.children()]
-    chain = isinstance(module, nn.Sequential) and len(kinds) > 1 and len(set(kinds)) == 1
-    for child in module.children():
-        if (chain or isinstance(module, nn.ModuleList)) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield child
-        else:
-            yield from repeated_blocks(child)
 
 
 def require_fp32(forward: nn.Module) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.compiled import repeated_blocks
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
@@ -34,7 +35,7 @@ from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, digests_of, modes_of
-from murmuration.train.engines.forward import PlainForward, PrivateForward, repeated_blocks, require_fp32
+from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.mesh import Mesh, require_whole_copies
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
 from murmuration.train.engines.sharded_sums import ShardedSums

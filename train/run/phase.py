@@ -29,6 +29,7 @@ from murmuration.data.store.place import ShardError
 from murmuration.model.build import build
 from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import select
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import ClipEngine, Observation
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.data import CheckpointData
@@ -223,6 +224,8 @@ def _prove(run: RunContext, phase: ReadyPhase, private: PrivatePhase) -> float:
     )
     if run.ranks.device.type == "cuda":
         run.board.note(phase.name, private.forward.about_graph())
+    if isinstance(private.clip, BookKeepingClip) and private.clip.blocks is not None:
+        run.board.note(phase.name, private.clip.blocks.about())
     return report.records_per_second
 
 
