@@ -13,20 +13,17 @@ from typing import Any
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.plan import (
     CURVATURE,
     GRID_GROWTH,
     SLOPE,
-    PlanError,
     PlannedMetric,
     PrivacyPlan,
-    Sampling,
-    draws_for,
     parse_delta,
-    rate_of,
     require_together,
-    turns_for,
 )
+from murmuration.accounting.sampling import SamplingKind, make_sampling
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
@@ -56,7 +53,7 @@ class PlanRequest:
     """None: the smallest that keeps the budget."""
     clip_norm: float = 1.0
     adaptive: AdaptiveRequest | None = None
-    sampling: Sampling = "poisson"
+    sampling: SamplingKind = "poisson"
     bands: int = 1
     horizon: int | None = None
     """The number of steps for which correlated noise is optimised; None: all."""
@@ -102,9 +99,7 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
     """`known`: the plan that a ledger has frozen for this phase. Where it answers the same request, its σ and its
     matrix are kept: another processor may find ones that differ in the last digit."""
     require_together(request.mechanisms)
-    threshold, slots = draws_for(
-        request.sampling, request.records, request.expected_batch, request.steps, request.bands
-    )
+    sampling = make_sampling(request.sampling, request.records, request.expected_batch, request.steps, request.bands)
     delta, metrics = parse_delta(request.delta, request.records), request.released()
     growth = GRID_GROWTH if request.exact else 0.0
     adaptive = None
@@ -112,23 +107,23 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
         lowest, highest = request.clip_norm / asked.span, request.clip_norm * asked.span
         adaptive = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
     fixed: dict[str, Any] = dict(
-        records=request.records, threshold=threshold, clip_norm=request.clip_norm, steps=request.steps, delta=delta,
+        records=request.records, sampling=sampling, clip_norm=request.clip_norm, steps=request.steps, delta=delta,
         epsilon_budget=request.epsilon, metrics=metrics, adaptive=adaptive, held_out=request.held_out,
         grid_growth=growth, banded=_banded(request, known), views=request.views, units=request.units,
-        unit=unit_in_words(request.units), adjacency=adjacency_in_words(request.units), slots=slots,
+        unit=unit_in_words(request.units), adjacency=adjacency_in_words(request.units),
     )  # fmt: skip
     sigma = request.noise_multiplier
     if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
         sigma = known.noise_multiplier
     if sigma is None:
-        turns = turns_for(request.steps, request.bands, slots)
-        together = calibrate_sigma(rate_of(threshold, slots), turns, request.epsilon, delta, slots=slots)
+        steps = sampling.event(1.0, sampling.turns(request.steps))
+        together = calibrate_sigma(steps, request.epsilon, delta)
         sigma = _share_of_gradient(enlarged(together, growth), metrics)
     plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
     return plan if request.tan is None else stand_in(plan, request.tan)
 
 
-def steps_of(epochs: float, records: int, batch: float, sampling: Sampling) -> int:
+def steps_of(epochs: float, records: int, batch: float, sampling: SamplingKind) -> int:
     """Rounded up; whole epochs of random allocation are not cut, since a cut one is paid for whole."""
     if sampling == "allocation" and epochs == int(epochs):
         return int(epochs) * max(1, round(records / batch))
@@ -138,10 +133,7 @@ def steps_of(epochs: float, records: int, batch: float, sampling: Sampling) -> i
 def most_steps(request: PlanRequest) -> int:
     """How many steps the budget lasts for at the request's noise multiplier, whatever its own `steps` are."""
     one_turn = make_plan(replace(request, steps=request.bands))
-    turns = calibrate_steps(
-        one_turn.sampling_rate, one_turn.effective_noise_multiplier, one_turn.epsilon_budget, one_turn.delta
-    )
-    return request.bands * turns
+    return request.bands * calibrate_steps(one_turn.event(), one_turn.epsilon_budget, one_turn.delta)
 
 
 def _banded(request: PlanRequest, known: PrivacyPlan | None) -> BandedNoise | None:

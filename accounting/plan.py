@@ -8,42 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise
-from murmuration.accounting.errors import AccountingError, RunError
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
+from murmuration.accounting.sampling import AnySampling, RandomAllocation, sampling_of_dict
 from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
-RATE_DENOMINATOR = 2**32
-Sampling = Literal["poisson", "allocation"]
 ACCURACY = "accuracy"
 SLOPE, CURVATURE = "loss_slope", "loss_curvature"
 """Released where the learning rate follows probes of the loss (`privacy.loss_probes`)."""
 UNIT, ADJACENCY = unit_in_words(None), adjacency_in_words(None)
 GRID_GROWTH = 1e-6
 """With exact noise: the share of C by which rounding to a grid may at most enlarge one record's effect on a sum."""
-
-
-class PlanError(RunError, ValueError):
-    """The numbers of a plan cannot give the promise; the message says which and what to change."""
-
-
-def threshold_for(records: int, expected_batch: float, parts: int = 1) -> int:
-    """K with q = K / 2^32 nearest to expected_batch / records; times `parts`, where a step draws from one of them."""
-    if records < 1:
-        raise PlanError(f"a private phase needs at least one record, but the index has {records}")
-    if not 0 < expected_batch <= records:
-        raise PlanError(f"expected_batch must lie in (0, {records}], the number of records, but is {expected_batch:g}")
-    rate = expected_batch / records * parts
-    if parts > 1 and rate > 1 + 1e-12:  # a quotient of n, times the parts, may be rounded upwards
-        raise PlanError(
-            f"each of {parts} parts of the {records} records must hold the expected batch, {expected_batch:g}; use at "
-            f"most {math.floor(records / expected_batch)} bands"
-        )
-    return min(RATE_DENOMINATOR, max(1, round(rate * RATE_DENOMINATOR)))
 
 
 # What goes together and what does not, for config, library and planner alike.
@@ -115,53 +95,6 @@ def require_together(chosen: Collection[str]) -> None:
             raise PlanError(f"{MECHANISMS[one]} and {MECHANISMS[other]} do not go together: {why}; drop one of them")
 
 
-MOST_SLOTS = 2**20
-MOST_OFF = 0.1
-"""The largest share by which random allocation may change the expected batch that was asked for."""
-
-
-def threshold_of(slots: int) -> int:
-    """The threshold nearest to the rate of random allocation to so many steps."""
-    return max(1, round(RATE_DENOMINATOR / slots))
-
-
-def slots_for(records: int, expected_batch: float, steps: int) -> int:
-    """The steps of an epoch of random allocation: so many that the number of epochs, the last of which may be cut, is
-    the whole number nearest to how often `expected_batch` lets a record take part."""
-    threshold_for(records, expected_batch)  # refused if the batch does not fit
-    often = steps * expected_batch / records
-    slots = -(-steps // max(1, round(often)))
-    if abs(records / slots / expected_batch - 1) > MOST_OFF:
-        other = max(1, round(records / expected_batch))
-        raise PlanError(
-            f"random allocation lets each record take part a whole number of times, but {steps} steps of "
-            f"{expected_batch:g} records are {often:.3g} times; use expected_batch = {records / slots:.6g}, or "
-            f"{records / other:.6g} with steps = {other * max(1, round(often))}, or Poisson sampling"
-        )
-    return slots
-
-
-def draws_for(sampling: Sampling, records: int, expected_batch: float, steps: int, bands: int = 1) -> tuple[int, int]:
-    """The threshold of a plan, and the steps of an epoch: 1 with Poisson samples, and where allocation has so large a
-    batch that each step takes all records."""
-    if sampling == "poisson":
-        return threshold_for(records, expected_batch, bands), 1
-    slots = slots_for(records, expected_batch, steps)
-    return threshold_of(slots), slots
-
-
-def rate_of(threshold: int, slots: int) -> float:
-    """The rate at which a step draws the records whose turn it is, exactly: K / 2^32 has at most 33 bits and fits a
-    double."""
-    return threshold / RATE_DENOMINATOR if slots == 1 else 1 / slots
-
-
-def turns_for(steps: int, bands: int, slots: int) -> int:
-    """How often one record can take part in so many successive steps, from the beginning of a block or epoch on: with
-    bands, once in each block, and with slots, once in each epoch, of which a cut one counts as whole."""
-    return -(-steps // (bands * slots))
-
-
 @dataclass(frozen=True)
 class PlannedMetric:
     """A number that is published with noise at every step; each record adds at most `bound` to it."""
@@ -197,7 +130,7 @@ class PrivacyPlan:
 
     __pydantic_config__ = CLOSED
     records: int
-    threshold: int
+    sampling: AnySampling
     clip_norm: float
     noise_multiplier: float
     steps: int
@@ -218,14 +151,10 @@ class PrivacyPlan:
     """Above 0 if and only if the noise is exact: sums are rounded to a grid before the noise, which may add this share
     of C (and of a metric's bound) to one record's effect. All noise multipliers are charged as that much smaller."""
     banded: BandedNoise | None = None
-    """Set if the noise of the steps is correlated. Each step then draws from one part of the records, and `threshold`
-    is the one within that part."""
+    """Set if the noise of the steps is correlated. Records then take turns by as many parts as it has bands."""
     views: int = 1
     """How often each drawn record is seen in a step. What is clipped is the mean gradient of its views, so that neither
     C nor epsilon depends on it."""
-    slots: int = 1
-    """Above 1: random allocation. The steps are cut into epochs of so many, and each record takes part in exactly one
-    step of every epoch; the last epoch may be cut. `threshold` is then the nearest to 2^32 / slots."""
 
     def __post_init__(self) -> None:
         # Plans from a ledger have them as JSON.
@@ -234,6 +163,8 @@ class PrivacyPlan:
         for name, kind in _PARTS.items():
             if isinstance(value := getattr(self, name), dict):
                 object.__setattr__(self, name, kind(**value))
+        if isinstance(self.sampling, dict):
+            object.__setattr__(self, "sampling", sampling_of_dict(self.sampling))
         require_together(self.mechanisms)
         self._require_sound_holdout()
         counted = [m.bound for m in self.metrics if m.name == METRIC]
@@ -241,8 +172,6 @@ class PrivacyPlan:
             raise PlanError(f"adaptive clipping and the metric {METRIC!r} of bound {SENSITIVITY} need each other")
         if self.adaptive and not self.adaptive.lowest <= self.clip_norm <= self.adaptive.highest:
             raise PlanError(f"the first clipping norm {self.clip_norm:g} lies outside the bounds of adaptive clipping")
-        if not 1 <= self.threshold <= RATE_DENOMINATOR:
-            raise PlanError(f"the sampling threshold K must lie in [1, 2^32], but is {self.threshold}")
         for name in ("clip_norm", "noise_multiplier", "epsilon_budget"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -250,7 +179,9 @@ class PrivacyPlan:
         if self.records < 1 or self.steps < 1:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
         self._require_small()
-        self._require_turns()
+        self.sampling.require(self.records, self.steps)
+        if self.sampling.parts != (1 if self.banded is None else self.banded.bands):
+            raise PlanError(f"{self.sampling} does not go with the matrix of the noise, whose bands are the parts")
 
     def _require_small(self) -> None:
         if self.views < 1:
@@ -268,25 +199,12 @@ class PrivacyPlan:
         if self.held_out is not None and not 0 < self.held_out <= 0.5:
             raise PlanError(f"at most half of the records can be held out, not {self.held_out}")
 
-    def _require_turns(self) -> None:
-        if self.bands > min(self.records, self.steps):
-            raise PlanError(f"{self.bands} bands need as many records and steps, not {self.records} and {self.steps}")
-        if self.slots == 1:
-            return
-        if not 1 < self.slots <= min(self.steps, MOST_SLOTS):
-            raise PlanError(
-                f"an epoch of random allocation has at most {MOST_SLOTS:,} steps, and no more than there are: "
-                f"{self.slots} of {self.steps}"
-            )
-        if self.threshold != threshold_of(self.slots):
-            raise PlanError(f"the threshold {self.threshold} is not that of an allocation to {self.slots} steps")
-
     @property
     def mechanisms(self) -> frozenset[str]:
         """Those of `MECHANISMS` that a plan knows of."""
         chosen = {
             "bands": self.banded is not None,
-            "allocation": self.slots != 1,
+            "allocation": isinstance(self.sampling, RandomAllocation),
             "exact": self.grid_growth > 0,
             "tan": self.stands_for is not None,
             "adaptive": self.adaptive is not None,
@@ -298,35 +216,25 @@ class PrivacyPlan:
         return frozenset(name for name, there in chosen.items() if there)
 
     @property
-    def bands(self) -> int:
-        """How many parts the records are dealt into, whose turns follow each other; 1 with independent noise."""
-        return 1 if self.banded is None else self.banded.bands
-
-    @property
     def participations(self) -> int:
         """The number of planned steps that may draw one record: the number of sampled Gaussian steps, or of epochs, to
         account for."""
-        return self.turns_of(self.steps)
+        return self.sampling.turns(self.steps)
 
-    def turns_of(self, steps: int) -> int:
-        """The most that so many successive steps, from the beginning of a block or epoch on, add to what is charged."""
-        return turns_for(steps, self.bands, self.slots)
-
-    def epoch_of(self, step: int) -> int:
-        """The number, from 0, of the epoch of random allocation that a step belongs to."""
-        return (step - 1) // self.slots
+    def event(self, count: int | None = None) -> Event:
+        """What the plan's steps are for one record; `count`: None means all of them."""
+        turns = self.participations if count is None else count
+        return self.sampling.event(self.effective_noise_multiplier, turns)
 
     @property
     def sampling_rate(self) -> float:
         """With independent noise it is q; with random allocation, 1 over the steps of an epoch."""
-        return rate_of(self.threshold, self.slots)
+        return self.sampling.rate
 
     @property
     def divisor(self) -> float:
         """The expected batch q·n: the constant by which every noised sum is divided."""
-        if self.slots > 1:
-            return self.records / self.slots
-        return self.sampling_rate * self.records / self.bands
+        return self.sampling.divisor(self.records)
 
     @property
     def added_noise(self) -> float:
@@ -358,71 +266,12 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "banded", "views", "slots")
+        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "banded", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
-        for name in ("views", "slots"):
-            if optional[name] == 1:
-                del optional[name]
+        if self.views == 1:
+            del optional["views"]
         return value | {name: part for name, part in optional.items() if part}
-
-
-# Beyond these, squares overflow or underflow; no real training run uses such values.
-LEAST_SIGMA, MOST_SIGMA = 1e-9, 1e9
-
-
-@dataclass(frozen=True)
-class Event:
-    """`count` steps in which each record took part with probability `rate`, noised with `sigma` = std / sensitivity.
-
-    With a `cap`, at most that many of the `records` took part, chosen uniformly among those that were drawn. With
-    `slots` above 1 it is `count` epochs of so many steps: each record took part in one of them, chosen uniformly, so
-    that the rate is 1 / `slots`.
-    """
-
-    rate: float
-    sigma: float
-    count: int
-    cap: int | None = None
-    records: int | None = None
-    slots: int = 1
-
-    def __post_init__(self) -> None:
-        if self.slots < 1 or (self.slots > 1 and (self.rate != 1 / self.slots or self.cap is not None)):
-            raise AccountingError(f"an epoch of random allocation has a rate of 1 over its steps and no cap: {self}")
-        if not 0 < self.rate <= 1:
-            raise AccountingError(f"a sampling rate must lie in (0, 1], but is {self.rate}")
-        if not (math.isfinite(self.sigma) and self.sigma > 0):
-            raise AccountingError(f"a noise multiplier must be finite and positive, but is {self.sigma}")
-        if not LEAST_SIGMA <= self.sigma <= MOST_SIGMA:
-            raise AccountingError(
-                f"a noise multiplier can be accounted between {LEAST_SIGMA:g} and {MOST_SIGMA:g}, but is {self.sigma}"
-            )
-        if self.count < 0:
-            raise AccountingError(f"a step count cannot be negative, but is {self.count}")
-        given = [number for number in (self.cap, self.records) if number is not None]
-        if len(given) == 1 or any(number < 1 for number in given):
-            raise AccountingError(f"a capped batch needs a cap and a record count of at least 1: {self}")
-
-    @staticmethod
-    def of_plan(plan: PrivacyPlan, count: int | None = None) -> Event:
-        """What a plan's steps are for one record; `count`: None means all of them."""
-        turns = plan.participations if count is None else count
-        return Event(plan.sampling_rate, plan.effective_noise_multiplier, turns, slots=plan.slots)
-
-    @property
-    def kind(self) -> Event:
-        """The mechanism alone."""
-        return replace(self, count=0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As certificates state it."""
-        found: dict[str, Any] = {"rate": self.rate, "sigma": self.sigma, "count": self.count}
-        return found if self.slots == 1 else {**found, "slots": self.slots}
-
-    @staticmethod
-    def of_dict(value: dict[str, Any]) -> Event:
-        return Event(value["rate"], value["sigma"], value["count"], slots=value.get("slots", 1))
 
 
 def fits_grid(grid: float, elements: int, most: float) -> bool:

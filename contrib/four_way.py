@@ -21,7 +21,7 @@ import numpy as np
 from torch import nn
 
 from murmuration.accounting.errors import DONE, RunError
-from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
+from murmuration.accounting.sampling import RATE_DENOMINATOR, threshold_for
 from murmuration.data.batch.reader import BatchReader, iterate
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.draw.poisson import PoissonSampler

@@ -11,11 +11,12 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.keys import Derive, Purpose
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PlanError, PrivacyPlan
-from murmuration.data.draw.allocation import AllocationSampler
-from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
+from murmuration.data.draw.samplers import make_sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
 from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision
@@ -124,11 +125,9 @@ class PrivateCore:
         first = (self._begun_after if begun_after is None else begun_after) + 1
         return CorrelatedNoise(draws, self.plan.banded, first)
 
-    def sampler(self) -> PoissonSampler | AllocationSampler:
+    def sampler(self) -> DrawnInParts:
         keys = self._derive("sampling"), self._derive("sampling-digest")
-        if self.plan.slots > 1:
-            return AllocationSampler(*keys, self.plan.records, self.plan.slots)
-        return PoissonSampler(*keys, self.plan.records, self.plan.threshold, self.plan.bands)
+        return make_sampler(self.plan.sampling, *keys, self.plan.records)
 
     def shared_sampler(self) -> Sampler[Draw]:
         """The same draws; among many records, each rank draws a part. All ranks call this together."""

@@ -32,13 +32,13 @@ from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.banded import BandedError
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.errors import InputError
+from murmuration.accounting.errors import InputError, PlanError
 from murmuration.accounting.keys import destroy, hkdf, load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.ledger.lines import NAMED, RECORDS_AS_PUBLIC, PublicUse
 from murmuration.accounting.make_plan import make_plan, steps_of
-from murmuration.accounting.plan import PlanError, PrivacyPlan, require_together
+from murmuration.accounting.plan import PrivacyPlan, require_together
 from murmuration.accounting.unit import Unit
 from murmuration.data.batch.dataset import as_inputs, as_read, is_dataset
 from murmuration.data.batch.function_reader import FunctionReader
@@ -408,9 +408,11 @@ class PrivateTraining:
 
     def _why_anew(self) -> str | None:
         """Why an interrupted epoch or block does not continue: records take part in it once, by number."""
-        if self.plan.bands > 1 and (self._order is None or self.done % self.plan.bands):
+        if self.plan.banded is not None and (self._order is None or self.done % self.plan.sampling.period):
             return "the keys of a block's earlier steps are gone, and later ones need them"
-        if self.plan.slots > 1 and (self._order is None or load(self._run.folder.key).order != self._order):
+        if self.plan.sampling.steps_of_a_key > 1 and (
+            self._order is None or load(self._run.folder.key).order != self._order
+        ):
             return "the program does not say, or not the same, in which order it numbers the records"
         return None
 
@@ -651,7 +653,7 @@ class PrivateTraining:
         return certificate.verify(run.folder.root)
 
     def _continued_within(self) -> bool:
-        together = max(self.plan.bands, self.plan.slots)
+        together = self.plan.sampling.period
         acts = self._run.writer.ledger.entries.acts
         return any(entry.kind == "resume" and entry.fields["step"] % together for entry in acts)
 

@@ -209,7 +209,7 @@ class StepRecord:
 
     def _facts(self, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> StepFacts:
         metrics = self.metrics.facts() if self.metrics else ()
-        sampling = SamplingFact(draw.threshold, draw.records, draw.digest, draw.parts, draw.slots)
+        sampling = SamplingFact(draw.rule, draw.records, draw.digest)
         return StepFacts(sampling, clipping, noise, metrics)
 
 

@@ -18,6 +18,7 @@ from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
+from murmuration.accounting.sampling import sampling_of_dict
 from murmuration.accounting.unit import Unit, contribution_in_words, noun_of
 
 HERE = Path(__file__).parent
@@ -324,7 +325,7 @@ def model_card(certificate: dict[str, Any]) -> str:
         unit = "one record" if noun_of(certificate["unit"]) == "record" else _quoted(certificate["unit"])
         lines += [f"  unit: {unit}", "  neighbours: zero-out"]
         plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
-        kinds = {"random allocation" if plan.get("slots", 1) > 1 else "Poisson" for plan in plans}
+        kinds = {sampling_of_dict(plan["sampling"]).name for plan in plans}
         lines += ["  accountant: PLD", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")

@@ -11,11 +11,12 @@ from murmuration.accounting.days import stated as stated_days
 from murmuration.accounting.epsilon.accountant import describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import Word
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 FORMAT = "murmuration-certificate/1"
@@ -38,13 +39,6 @@ BANDED_MECHANISM = (
     "its noise is the matrix' weighted sum of keyed Gaussian draws of the steps of its block so far, so that a block "
     "is one Poisson-sampled Gaussian step for each record"
 )
-# Appended where some phase allocates records.
-ALLOCATED_MECHANISM = (
-    "; where a plan has `slots`: not a Poisson sample, but epochs of so many steps, in each of which every record "
-    "takes part in one step, chosen uniformly (up to a relative slots/2^32, which is charged) and in secret by a key "
-    "that is new for each epoch and segment; the divisor is n/slots, and an epoch is charged whole once it begins"
-)
-POISSON, ALLOCATED = "Poisson-subsampled Gaussian", "epochs of Gaussian steps, each record in one of them"
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
     "the ideal distributions.",
@@ -79,13 +73,6 @@ RATCHETED_BLOCKS = (
     "Where noise is correlated, the keys of a block's earlier steps are kept as long as later ones of the block need "
     "them: a checkpoint within a block leaves those of its block in the secret file, and whoever copied that file then "
     "has them, too."
-)
-# Stated in addition where some phase allocates records.
-RATCHETED_EPOCHS = (
-    "Where records are allocated to the steps of an epoch, the key of that allocation is kept until the epoch ends "
-    "(that of a last epoch which the plan cuts short: until the next private phase, or the end of the run). Whoever "
-    "copied the secret file meanwhile can tell in which of the epoch's steps, earlier ones included, each record takes "
-    "part, but not take the noise off those before. Against them the claim covers the epochs before alone."
 )
 # Stated where a phase began with weights that have no ledger of ours.
 FOREIGN_WEIGHTS = (
@@ -125,7 +112,6 @@ def compose(
         **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
     banded = any(plan.banded is not None for plan in history.plans.values())
-    allocated = any(plan.slots > 1 for plan in history.plans.values())
     if dates := stated_days(history.run["started"], added.pop("dates", {})):
         added = {"dates": dates, **added}
     return {
@@ -139,7 +125,7 @@ def compose(
         "adjacency": adjacency_in_words(history.unit),
         "mechanism": _mechanism(EXACT_MECHANISM if _all_exact(history) else MECHANISM, history.unit)
         + (BANDED_MECHANISM if banded else "")
-        + (ALLOCATED_MECHANISM if allocated else ""),
+        + "".join(dict.fromkeys(plan.sampling.sentence for plan in history.plans.values())),
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
@@ -181,7 +167,7 @@ def deviations_of(history: History) -> list[str]:
     if history.segments:
         found.append(RATCHETED)
         found += [RATCHETED_BLOCKS] if any(plan.banded is not None for plan in history.plans.values()) else []
-        found += [RATCHETED_EPOCHS] if any(plan.slots > 1 for plan in history.plans.values()) else []
+        found += dict.fromkeys(text for plan in history.plans.values() if (text := plan.sampling.deviation))
     if lost := sum(charge.count for charge in history.lost):
         found.append(
             f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "
@@ -228,8 +214,7 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         "steps_committed": committed,
         "segments": len(history.segments_of(index)),
         "events": [
-            {"mechanism": ALLOCATED if event.slots > 1 else POISSON, **event.as_dict()}
-            for event in ([] if faulty else history.charged(index))
+            {"mechanism": event.mechanism, **event.as_dict()} for event in ([] if faulty else history.charged(index))
         ],
         **({"clip_norms": norms} if (norms := _clip_norms(history, index)) else {}),
         **({"faults": history.faults} if faulty else {}),

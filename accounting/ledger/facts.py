@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event, PrivacyPlan, fits_grid, rate_of
+from murmuration.accounting.event import Event
+from murmuration.accounting.plan import PrivacyPlan, fits_grid
+from murmuration.accounting.sampling import AnySampling
 from murmuration.accounting.strict_json import CLOSED
 
 RULES = ("flat", "automatic")
@@ -26,16 +28,12 @@ class StepId:
 
 @dataclass(frozen=True)
 class SamplingFact:
-    """Reported by the sampler: who could take part, how likely that was, and a keyed digest of who did."""
+    """Reported by the sampler: the rule that it drew by, from how many records, and a keyed digest of who took part."""
 
     __pydantic_config__ = CLOSED
-    threshold: int
+    rule: AnySampling
     records: int
     digest: str
-    parts: int = 1
-    """Into how many parts the records are dealt; the step drew from the one whose turn it was."""
-    slots: int = 1
-    """Above 1: the steps of an epoch, of which each record is allocated to one."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,6 @@ class StepFacts:
                 del part["grid"]
         if self.noise.correlation is None:
             del value["noise"]["correlation"]
-        for name in ("parts", "slots"):
-            if value["sampling"][name] == 1:
-                del value["sampling"][name]
         return {**value, "metrics": metrics} if metrics else value
 
     def event(self) -> Event:
@@ -110,8 +105,7 @@ class StepFacts:
         without noise is no mechanism at all."""
         released = [(self.clipping.sensitivity, self.noise.std)]
         released += [(metric.sensitivity, metric.std) for metric in self.metrics]
-        slots = self.sampling.slots
-        return Event(rate_of(self.sampling.threshold, slots), combined_sigma(released), 1, slots=slots)
+        return self.sampling.rule.event(combined_sigma(released), 1)
 
     def departure_from(self, plan: PrivacyPlan) -> str | None:
         """How an announced step contradicts its frozen plan; None if it does not. `NormTrail` checks an adaptive C."""
@@ -123,11 +117,10 @@ class StepFacts:
             return "announces noise for no element"
         if (departure := self._departure_from_grid(plan)) is not None:
             return departure
+        if self.sampling.rule != plan.sampling:
+            return f"draws {self.sampling.rule}, but its plan says {plan.sampling}"
         fixed: list[tuple[str, float, float]] = [
-            ("K", self.sampling.threshold, plan.threshold),
             ("n", self.sampling.records, plan.records),
-            ("the number of parts", self.sampling.parts, plan.bands),
-            ("the number of an epoch's steps", self.sampling.slots, plan.slots),
             ("the divisor", self.noise.divisor, plan.divisor),
         ]
         if plan.adaptive is None:

@@ -15,10 +15,12 @@ import pytest
 from murmuration.accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, facts, reopen, rewritten
 
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)

@@ -30,6 +30,7 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.escaping import LONGEST, first_line, sentence
+from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
 from murmuration.accounting.ledger import copied_run, heads
@@ -38,7 +39,7 @@ from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import GRID_GROWTH, Event
+from murmuration.accounting.plan import GRID_GROWTH
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.template import html_page, json_text
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at

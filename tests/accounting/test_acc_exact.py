@@ -22,11 +22,13 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.statement import DEVIATIONS, EXACT_MECHANISM, MECHANISM
 from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import EXACT, MetricFact, StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import GRID_GROWTH, Event, PlannedMetric, PrivacyPlan, fits_grid
+from murmuration.accounting.plan import GRID_GROWTH, PlannedMetric, PrivacyPlan, fits_grid
+from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, facts, rewritten, whole_run
 
@@ -188,11 +190,11 @@ def test_a_certificate_that_calls_other_noise_exact_is_refused(tmp_path: Path) -
 
 
 def test_calibration_and_simulation_pay_for_the_grid() -> None:
-    sigma = calibrate_sigma(0.01, 100, 2.0, 1e-5)
+    sigma = calibrate_sigma(Event(0.01, 1.0, 100), 2.0, 1e-5)
     more = enlarged(sigma, GRID_GROWTH)
     assert sigma == enlarged(sigma, 0.0) and sigma <= more / (1 + GRID_GROWTH) and more < sigma * (1 + 1e-6) + 1.1e-5
     assert epsilon([Event(0.01, more / (1 + GRID_GROWTH), 100)], 1e-5) <= 2.0
-    cheap = stand_in(replace(EXACT_PLAN, threshold=2**31), 4.0)
+    cheap = stand_in(replace(EXACT_PLAN, sampling=Poisson(2**31)), 4.0)
     assert cheap.grid_growth == GRID_GROWTH and cheap.noise_multiplier == 5.0
     event = Event(cheap.sampling_rate, cheap.effective_noise_multiplier, cheap.steps)
     assert epsilon([event], cheap.delta) <= cheap.epsilon_budget

@@ -29,7 +29,7 @@ from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff, of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 from murmuration.accounting.unit import RECORD
 from tests.support.acc_world import begin, document_of, train, whole_run
 

@@ -21,8 +21,10 @@ from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
-from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event, PlanError, PlannedMetric, parse_delta, slots_for, threshold_for
+from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.event import Event
+from murmuration.accounting.plan import PlannedMetric, parse_delta
+from murmuration.accounting.sampling import Poisson, slots_for, threshold_for
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit
 from tests.support.acc_world import PLAN
@@ -104,9 +106,10 @@ ROWS: list[Row] = [
     ("opacus of an allocation", lambda: opacus_epsilon(EPOCHS, 1e-5), AccountingError, "random allocation"),
     ("an allocation to many steps", lambda: epsilon([Event(2**-21, 1.0, 1, slots=2**21)], 1e-5), AccountingError,
      "steps, not 2097152"),
-    *each("sigma for", lambda target: calibrate_sigma(0.1, 1, target, 1e-6), AccountingError, "finite and positive",
-          0.0, -1.0, NAN, INF),
-    ("steps that are too dear", lambda: calibrate_steps(0.5, 0.5, 0.1, 1e-6), AccountingError, "single step passes"),
+    *each("sigma for", lambda target: calibrate_sigma(Event(0.1, 1.0, 1), target, 1e-6), AccountingError,
+          "finite and positive", 0.0, -1.0, NAN, INF),
+    ("steps that are too dear", lambda: calibrate_steps(Event(0.5, 0.5, 1), 0.1, 1e-6), AccountingError,
+     "single step passes"),
     ("a batch that is too dear", lambda: calibrate_batch(10, 0.5, 3, 0.1, 1e-6), AccountingError, "batch of 1 passes"),
     *each("runs", tuned, AccountingError, "mean number of tuning runs must be at least 1, but is", {"mean": 0.99},
           {"mean": INF}, {"mean": NAN}, {"mean": 0}),
@@ -123,7 +126,7 @@ ROWS: list[Row] = [
     ("guesses: of one canary", lambda: numbers_of_guesses(1), AuditError, "can refute nothing"),
     ("evidence: too little", lambda: collect(np.zeros(9), np.ones(10, bool)), AuditError, "one score per canary"),
     ("evidence: no numbers", lambda: collect(np.full(10, NAN), np.ones(10, bool)), AuditError, "not finite"),
-    *each("a plan", planned, PlanError, "threshold K must lie", {"threshold": 0}, {"threshold": 2**32 + 1}),
+    *each("a Poisson sample", Poisson, PlanError, "threshold K must lie", 0, 2**32 + 1),
     *each("a plan", planned, PlanError, "records and steps", {"records": 0}, {"steps": 0}),
     *each("a plan", planned, PlanError, "delta must lie", {"delta": 0.0}, {"delta": 0.011}, {"delta": NAN}),
     *each("a plan", planned, PlanError, "must be a finite positive number", {"clip_norm": 0.0}, {"clip_norm": INF},

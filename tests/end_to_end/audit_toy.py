@@ -15,9 +15,11 @@ from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.audit_evidence import Claim
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
 from murmuration.data.draw.poisson import Draw
@@ -59,12 +61,11 @@ def toy_plan(
     """With bands or slots, of as many blocks or epochs, in each of which a record has a turn; `again` of them are made
     a second time."""
     rate = rate if slots == 1 else 1 / slots
-    sigma = sigma or calibrate_sigma(rate, steps + again, claim, DELTA, slots=slots)
+    sigma = sigma or calibrate_sigma(Event(rate, 1.0, steps + again, slots=slots), claim, DELTA)
     banded = None if bands == 1 else best_banded(bands, steps * bands)
-    threshold = round(rate * 2**32)
-    return PrivacyPlan(
-        records, threshold, 1.0, sigma, steps * bands * slots, DELTA, claim, banded=banded, slots=slots
-    )  # fmt: skip
+    sampling = Poisson(round(rate * 2**32)) if bands == 1 else CyclicPoisson(round(rate * 2**32), bands)
+    sampling = sampling if slots == 1 else RandomAllocation(slots)
+    return PrivacyPlan(records, sampling, 1.0, sigma, steps * bands * slots, DELTA, claim, banded=banded)
 
 
 def canary_clip(plan: PrivacyPlan, model: Toy, canaries: int) -> CanaryClip:
@@ -176,7 +177,7 @@ def toy_audit(
 
 def toy_divisor(folder: Path, world: int = 1, steps: int = 8, records: int = 100) -> Check:
     """Steps of silent records at q = 1/2: noise, and whatever it is divided by."""
-    plan = PrivacyPlan(records, 2**31, 1.0, 1.5, steps, DELTA, epsilon_budget=1e3)
+    plan = PrivacyPlan(records, Poisson(2**31), 1.0, 1.5, steps, DELTA, epsilon_budget=1e3)
     keys = toy_keys()
 
     def one(ranks: Any) -> Check:

@@ -36,10 +36,10 @@ from murmuration import (
 )  # fmt: skip
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.errors import InputError, RunError
+from murmuration.accounting.errors import InputError, PlanError, RunError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PlanError
 from murmuration.data.batch import dataset
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.train import library

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, Event, PlannedMetric, PrivacyPlan
+from murmuration.accounting.event import Event
+from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlannedMetric, PrivacyPlan
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
@@ -234,7 +235,7 @@ def test_both_sums_are_charged_with_the_gradient_within_the_budget() -> None:
     assert {m.name: (m.bound, m.std) for m in plan.metrics} == {SLOPE: (0.1, 0.8), CURVATURE: (0.1, 0.8)}
     together = (plan.noise_multiplier**-2 + 2 * 8.0**-2) ** -0.5
     assert plan.effective_noise_multiplier == pytest.approx(together, rel=1e-12)
-    assert epsilon([Event.of_plan(plan)], plan.delta) <= 2.0 < epsilon([Event(0.02, together * 0.99, 100)], plan.delta)
+    assert epsilon([plan.event()], plan.delta) <= 2.0 < epsilon([Event(0.02, together * 0.99, 100)], plan.delta)
     without = copy.deepcopy(PHASE)
     del without["privacy"]["loss_probes"]
     plain = Phase.model_validate(without)

@@ -12,10 +12,11 @@ import torch
 
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain, forgettable
 from murmuration.accounting.keys import KeyFileError, Link, load
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PlanError
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import NoiseKind
 from murmuration.train.core import Computation

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.plan import GRID_GROWTH, Event, PlanError, PlannedMetric, fits_grid
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
+from murmuration.accounting.plan import GRID_GROWTH, PlannedMetric, fits_grid
 from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment

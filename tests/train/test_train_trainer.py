@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.epsilon import accountant
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
-from murmuration.accounting.plan import Event
+from murmuration.accounting.sampling import Poisson
 from murmuration.train.config.optimizer import Schedule
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.public.monitor import MonitorReading
@@ -129,7 +130,7 @@ def test_a_phase_that_ends_early_saves_and_measures_its_last_step() -> None:
 
 EVERY = 5
 # Sampled, so that composing takes the accountant and not a closed form.
-SAMPLED = replace(PLAN, threshold=2**28, noise_multiplier=1.0, epsilon_budget=50.0)
+SAMPLED = replace(PLAN, sampling=Poisson(2**28), noise_multiplier=1.0, epsilon_budget=50.0)
 
 
 @pytest.fixture(autouse=True)

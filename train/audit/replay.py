@@ -43,7 +43,7 @@ from murmuration.accounting.unit import noun
 from murmuration.data.batch.loader import Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
-from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.audit.setup import audited_phase
@@ -402,7 +402,7 @@ def replay(
 
 def _first_drawn(derive: Derive, plan: PrivacyPlan, steps: int) -> int:
     """A random record of the first non-empty draw: a record that is never drawn would show nothing."""
-    sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
+    sampler = make_sampler(plan.sampling, derive("sampling"), derive("sampling-digest"), plan.records)
     for number in range(1, steps + 1):
         if len(ids := sampler.draw(number).ids):
             return int(ids[secrets.randbelow(len(ids))])

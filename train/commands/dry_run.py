@@ -179,7 +179,7 @@ def _promised(promise: Promise) -> list[str]:
     return [
         f"n             {plan.records:,} ({promise.records_known})",
         f"unit          {plan.unit}" + ("" if plan.units is None else f": {contribution_in_words(plan.units)}"),
-        _drawn(plan),
+        plan.sampling.in_a_dry_run(plan.records, plan.steps),
         f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
         *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
         *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
@@ -191,17 +191,6 @@ def _promised(promise: Promise) -> list[str]:
         f"delta         {plan.delta:.6g}",
         *(f"note          {note}" for note in promise.notes),
     ]
-
-
-def _drawn(plan: PrivacyPlan) -> str:
-    if plan.slots == 1:
-        return f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})"
-    cut = plan.participations * plan.slots - plan.steps
-    text = (
-        f"allocation    each record in one of {plan.slots:,} steps (expected batch {plan.divisor:,.2f}), "
-        f"{plan.participations:,} times"
-    )
-    return text + (f"; the last epoch lacks {cut:,} steps and is charged whole" if cut else "")
 
 
 def _correlated(plan: PrivacyPlan, matrix: BandedNoise) -> str:
@@ -235,7 +224,7 @@ def _as_values(one: PhaseMeaning) -> dict[str, Any]:
         return value | {"batch": phase.batch, "public": phase.data.public}
     promise, plan = one.promise, one.promise.plan
     return value | {
-        "n": plan.records, "n_known": promise.records_known, "q": plan.sampling_rate, "threshold": plan.threshold,
+        "n": plan.records, "n_known": promise.records_known, "q": plan.sampling_rate,
         "expected_batch": plan.divisor, "sigma": plan.noise_multiplier, "calibrated": promise.calibrated,
         "clip_norm": plan.clip_norm, "clip_kind": promise.clip, "epsilon": promise.epsilon,
         "epsilon_budget": plan.epsilon_budget, "delta": plan.delta, "plan": plan.as_dict(),

@@ -32,8 +32,9 @@ import numpy as np
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.facts import EXACT
-from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, fits_grid
+from murmuration.accounting.plan import PlannedMetric, PrivacyPlan, fits_grid
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.noise.aes import BLOCK_BYTES, CHUNK_BLOCKS, AESNoise, Scratch
 

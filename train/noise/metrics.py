@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.adaptive import METRIC
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlannedMetric, PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks

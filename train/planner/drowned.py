@@ -18,7 +18,7 @@ from dataclasses import replace
 from murmuration.accounting.epsilon.accountant import quick_epsilon
 from murmuration.accounting.epsilon.calibrate import MOST_EPSILON
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
+from murmuration.accounting.plan import PrivacyPlan
 
 DROWNED = 10.0
 """The ratio from which a plan is called useless."""
@@ -63,7 +63,7 @@ def _spent(plan: PrivacyPlan, weights: int) -> float:
     """An upper bound of what the plan's steps spend with the most noise that leaves it useful."""
     try:
         useful = replace(plan, noise_multiplier=_largest_useful_sigma(plan, weights))
-        return quick_epsilon([Event.of_plan(useful)], plan.delta)
+        return quick_epsilon([useful.event()], plan.delta)
     except (AccountingError, ZeroDivisionError, ValueError):
         return math.inf
 
@@ -81,14 +81,13 @@ def _other_noise(plan: PrivacyPlan, weights: int) -> str | None:
 def _larger_batch(plan: PrivacyPlan, weights: int) -> str | None:
     """The batch, doubled until what it needs fits the budget; where σ is large, σ/B hardly falls with B and none
     does."""
-    if plan.metrics or plan.slots > 1:
-        return None  # the metrics' noise follows the batch, and so does the number of an epoch's steps
-    batch = plan.divisor
-    largest = plan.records / plan.bands
+    batch, largest = plan.divisor, plan.records / plan.sampling.parts
     while batch < largest:
         batch = min(2 * batch, largest)
-        larger = replace(plan, threshold=threshold_for(plan.records, batch, plan.bands))
-        if _spent(larger, weights) <= plan.epsilon_budget:
+        larger = plan.sampling.with_batch(plan.records, batch)
+        if plan.metrics or larger is None:
+            return None  # the metrics' noise follows the batch, and so does the number of an epoch's steps
+        if _spent(replace(plan, sampling=larger), weights) <= plan.epsilon_budget:
             return f"privacy.expected_batch = {min(math.ceil(batch), plan.records)}"
     return None
 

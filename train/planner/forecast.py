@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.config.root import Config, Phase
@@ -187,7 +187,7 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
 
 def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
     marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
-    return [(t, epsilon([Event.of_plan(plan, plan.turns_of(t))], plan.delta)) for t in marks]
+    return [(t, epsilon([plan.event(plan.sampling.turns(t))], plan.delta)) for t in marks]
 
 
 # What to change where a phase does not fit a cluster, or wastes its time there.

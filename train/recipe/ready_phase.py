@@ -15,9 +15,9 @@ from pathlib import Path
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.banded import BandedError
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps, steps_of
-from murmuration.accounting.plan import Event, PlanError, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Reduce, Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
@@ -432,7 +432,7 @@ def plan_of_phase(
 
 @lru_cache(maxsize=256)
 def planned_epsilon(plan: PrivacyPlan) -> float:
-    return epsilon([Event.of_plan(plan)], plan.delta)
+    return epsilon([plan.event()], plan.delta)
 
 
 def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.epsilon.accountant import epsilon, merge
+from murmuration.accounting.event import Event
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, even_width
