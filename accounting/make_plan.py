@@ -14,10 +14,11 @@ from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
 from murmuration.accounting.errors import PlanError
+from murmuration.accounting.noise import ExactGrid, IndependentNoise
 from murmuration.accounting.plan import (
     CURVATURE,
-    GRID_GROWTH,
     SLOPE,
+    AnyNoise,
     PlannedMetric,
     PrivacyPlan,
     parse_delta,
@@ -101,15 +102,14 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
     require_together(request.mechanisms)
     sampling = make_sampling(request.sampling, request.records, request.expected_batch, request.steps, request.bands)
     delta, metrics = parse_delta(request.delta, request.records), request.released()
-    growth = GRID_GROWTH if request.exact else 0.0
-    adaptive = None
+    noise, adaptive = _noise(request, known), None
     if (asked := request.adaptive) is not None:
         lowest, highest = request.clip_norm / asked.span, request.clip_norm * asked.span
         adaptive = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
     fixed: dict[str, Any] = dict(
         records=request.records, sampling=sampling, clip_norm=request.clip_norm, steps=request.steps, delta=delta,
         epsilon_budget=request.epsilon, metrics=metrics, adaptive=adaptive, held_out=request.held_out,
-        grid_growth=growth, banded=_banded(request, known), views=request.views, units=request.units,
+        noise=noise, views=request.views, units=request.units,
         unit=unit_in_words(request.units), adjacency=adjacency_in_words(request.units),
     )  # fmt: skip
     sigma = request.noise_multiplier
@@ -118,7 +118,7 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
     if sigma is None:
         steps = sampling.event(1.0, sampling.turns(request.steps))
         together = calibrate_sigma(steps, request.epsilon, delta)
-        sigma = _share_of_gradient(enlarged(together, growth), metrics)
+        sigma = _share_of_gradient(enlarged(together, noise.growth), metrics)
     plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
     return plan if request.tan is None else stand_in(plan, request.tan)
 
@@ -136,12 +136,12 @@ def most_steps(request: PlanRequest) -> int:
     return request.bands * calibrate_steps(one_turn.event(), one_turn.epsilon_budget, one_turn.delta)
 
 
-def _banded(request: PlanRequest, known: PrivacyPlan | None) -> BandedNoise | None:
+def _noise(request: PlanRequest, known: PrivacyPlan | None) -> AnyNoise:
     if request.bands == 1:
-        return None
+        return ExactGrid() if request.exact else IndependentNoise()
     horizon = request.horizon or request.steps
-    kept = known.banded if known is not None else None
-    if kept is not None and (kept.bands, kept.horizon) == (request.bands, horizon):
+    kept = None if known is None else known.noise
+    if isinstance(kept, BandedNoise) and (kept.bands, kept.horizon) == (request.bands, horizon):
         return kept
     return best_banded(request.bands, horizon)
 

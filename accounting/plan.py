@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
+from murmuration.accounting.noise import ExactGrid, IndependentNoise
 from murmuration.accounting.sampling import AnySampling, RandomAllocation, sampling_of_dict
 from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
@@ -22,8 +23,6 @@ ACCURACY = "accuracy"
 SLOPE, CURVATURE = "loss_slope", "loss_curvature"
 """Released where the learning rate follows probes of the loss (`privacy.loss_probes`)."""
 UNIT, ADJACENCY = unit_in_words(None), adjacency_in_words(None)
-GRID_GROWTH = 1e-6
-"""With exact noise: the share of C by which rounding to a grid may at most enlarge one record's effect on a sum."""
 
 
 # What goes together and what does not, for config, library and planner alike.
@@ -121,7 +120,9 @@ class StandIn:
         return f"NOT PRIVATE at ε = {self.epsilon:g}: a TAN simulation, batch and noise divided by {self.scale:g}"
 
 
-_PARTS = {"adaptive": AdaptiveRule, "stands_for": StandIn, "units": Unit, "banded": BandedNoise}
+AnyNoise = IndependentNoise | ExactGrid | BandedNoise
+NOISES: dict[str, type[AnyNoise]] = {each.kind: each for each in (IndependentNoise, ExactGrid, BandedNoise)}
+_PARTS = {"adaptive": AdaptiveRule, "stands_for": StandIn, "units": Unit}
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,7 @@ class PrivacyPlan:
     """Share of the records that are drawn but not trained on in this phase; the metric `accuracy` is about them."""
     units: Unit | None = None
     """Set where the unit is not a record: then `records` is the number of units, and so is every n."""
-    grid_growth: float = 0.0
-    """Above 0 if and only if the noise is exact: sums are rounded to a grid before the noise, which may add this share
-    of C (and of a metric's bound) to one record's effect. All noise multipliers are charged as that much smaller."""
-    banded: BandedNoise | None = None
-    """Set if the noise of the steps is correlated. Records then take turns by as many parts as it has bands."""
+    noise: AnyNoise = field(default_factory=IndependentNoise)
     views: int = 1
     """How often each drawn record is seen in a step. What is clipped is the mean gradient of its views, so that neither
     C nor epsilon depends on it."""
@@ -165,6 +162,8 @@ class PrivacyPlan:
                 object.__setattr__(self, name, kind(**value))
         if isinstance(self.sampling, dict):
             object.__setattr__(self, "sampling", sampling_of_dict(self.sampling))
+        if isinstance(self.noise, dict):
+            object.__setattr__(self, "noise", NOISES[self.noise["kind"]](**self.noise))
         require_together(self.mechanisms)
         self._require_sound_holdout()
         counted = [m.bound for m in self.metrics if m.name == METRIC]
@@ -180,14 +179,12 @@ class PrivacyPlan:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
         self._require_small()
         self.sampling.require(self.records, self.steps)
-        if self.sampling.parts != (1 if self.banded is None else self.banded.bands):
-            raise PlanError(f"{self.sampling} does not go with the matrix of the noise, whose bands are the parts")
+        if self.sampling.parts != self.noise.bands:
+            raise PlanError(f"{self.sampling} does not go with noise of {self.noise.bands} bands, which are the parts")
 
     def _require_small(self) -> None:
         if self.views < 1:
             raise PlanError(f"a record is seen in at least one view, not in {self.views}")
-        if not 0 <= self.grid_growth <= GRID_GROWTH:
-            raise PlanError(f"grid_growth must lie in [0, {GRID_GROWTH:g}], but is {self.grid_growth}")
         # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
         if not 0 < self.delta <= 1 / self.records:
             raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
@@ -203,9 +200,7 @@ class PrivacyPlan:
     def mechanisms(self) -> frozenset[str]:
         """Those of `MECHANISMS` that a plan knows of."""
         chosen = {
-            "bands": self.banded is not None,
             "allocation": isinstance(self.sampling, RandomAllocation),
-            "exact": self.grid_growth > 0,
             "tan": self.stands_for is not None,
             "adaptive": self.adaptive is not None,
             "held_out": self.held_out is not None,
@@ -213,7 +208,7 @@ class PrivacyPlan:
             "units": self.units is not None,
             "views": self.views > 1,
         }
-        return frozenset(name for name, there in chosen.items() if there)
+        return frozenset(name for name, there in chosen.items() if there) | ({self.noise.mechanism} - {None})
 
     @property
     def participations(self) -> int:
@@ -239,7 +234,7 @@ class PrivacyPlan:
     @property
     def added_noise(self) -> float:
         """Noise on a step, in units of C: σ, or with correlated noise its root mean square over a block."""
-        return self.noise_multiplier * (1 if self.banded is None else self.banded.typical_spread)
+        return self.noise_multiplier * self.noise.typical_spread
 
     @property
     def noise_std(self) -> float:
@@ -257,7 +252,7 @@ class PrivacyPlan:
 
     def charged_as(self, sigma: float) -> float:
         """The noise multiplier to charge, reduced by what rounding to the grid costs."""
-        return sigma / (1 + self.grid_growth) if self.grid_growth else sigma
+        return sigma / (1 + self.noise.growth) if self.noise.growth else sigma
 
     @property
     def counted(self) -> list[tuple[float, float]]:
@@ -266,17 +261,14 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "grid_growth", "banded", "views")
+        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
         if self.views == 1:
             del optional["views"]
+        if self.noise == IndependentNoise():
+            del value["noise"]
         return value | {name: part for name, part in optional.items() if part}
-
-
-def fits_grid(grid: float, elements: int, most: float) -> bool:
-    """Whether rounding `elements` numbers to multiples of `grid`, a power of two, adds at most `most` to a distance."""
-    return 0 < grid < math.inf and math.frexp(grid)[0] == 0.5 and grid * math.sqrt(elements) <= most
 
 
 def parse_delta(text: float | str | None, records: int) -> float:

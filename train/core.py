@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import nn
 
-from murmuration.accounting.errors import PlanError
 from murmuration.accounting.keys import Derive, Purpose
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
 from murmuration.data.draw.samplers import make_sampler
@@ -22,7 +22,7 @@ from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.root import NoiseKind, Run
+from murmuration.train.config.root import Run
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
@@ -31,10 +31,8 @@ from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.held_out import HeldOutAccuracy
 from murmuration.train.engines.loss_probes import LossProbes
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
-from murmuration.train.noise.aes import AESNoise, Noise
-from murmuration.train.noise.chacha import ChaChaNoise
-from murmuration.train.noise.correlated import CorrelatedNoise
-from murmuration.train.noise.exact import ExactNoise
+from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.choose import over_steps, source_for
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
@@ -99,11 +97,7 @@ class PrivateCore:
     ) -> None:  # fmt: skip
         """`begun_after`: the step after which the segment of the keys begins."""
         self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
-        if noise not in (kinds := get_args(NoiseKind)):
-            raise PlanError(f"noise {noise!r} is none of {', '.join(kinds)}")
-        if (noise == "exact") != (plan.grid_growth > 0):
-            raise PlanError("the noise is exact if and only if the plan charges for its grid (`grid_growth`)")
-        self._derive, self._noise, self._begun_after = derive, noise, begun_after
+        self._derive, self._source, self._begun_after = derive, source_for(noise, plan), begun_after
         self._ahead: NoiseAhead | None = None
 
     def prove(self, synthetic: SyntheticRecords, ranks_per_copy: int, micro_batch: int) -> SelfTestReport:
@@ -116,14 +110,9 @@ class PrivateCore:
             raise too_large(micro_batch, self.engine.device) from None
 
     def noise(self, purpose: Purpose, begun_after: int | None = None) -> Noise:
-        key = self._derive(purpose)
-        if self._noise == "exact":
-            return ExactNoise.of(key, self.plan, self.engine.trainable_elements)
-        draws = (ChaChaNoise if self._noise == "chacha20" else AESNoise).of(key, self.plan)
-        if self.plan.banded is None:
-            return draws
         first = (self._begun_after if begun_after is None else begun_after) + 1
-        return CorrelatedNoise(draws, self.plan.banded, first)
+        draws = self._source.of(self._derive(purpose), self.plan, self.engine.trainable_elements)
+        return over_steps(draws, self.plan, first)
 
     def sampler(self) -> DrawnInParts:
         keys = self._derive("sampling"), self._derive("sampling-digest")
@@ -146,13 +135,12 @@ class PrivateCore:
         own."""
         if noise is None:
             noise = self.noise("noise")
-            if isinstance(noise, AESNoise) or (isinstance(noise, CorrelatedNoise) and self._noise == "aes"):
+            if self._source.ahead:
                 fragments = [fragment for shard in self.engine.shards() for fragment in shard.fragments]
                 noise = self._ahead = NoiseAhead(noise, fragments)
         metrics = norm = None
         if self.plan.metrics:
-            make = ExactNoise.of_metric if self._noise == "exact" else AESNoise.of_metric
-            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, make)
+            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, self._source.of_metric)
         if self.plan.adaptive is not None and metrics is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
             norm = AdaptiveNorm(self.plan, first_norm)

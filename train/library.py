@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.adaptive import AdaptiveError
-from murmuration.accounting.banded import BandedError
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.errors import InputError, PlanError
@@ -329,7 +328,7 @@ class PrivateTraining:
         )
         try:
             plan = make_plan(request, known)
-        except (AdaptiveError, BandedError) as error:
+        except AdaptiveError as error:
             raise PlanError(str(error)) from None
         weights = sum(each.numel() for each in self._model.parameters() if each.requires_grad)
         if (warning := drowned(plan, weights, settings.privacy.noise_multiplier is None)) is not None:
@@ -408,7 +407,7 @@ class PrivateTraining:
 
     def _why_anew(self) -> str | None:
         """Why an interrupted epoch or block does not continue: records take part in it once, by number."""
-        if self.plan.banded is not None and (self._order is None or self.done % self.plan.sampling.period):
+        if self.plan.noise.bands > 1 and (self._order is None or self.done % self.plan.noise.bands):
             return "the keys of a block's earlier steps are gone, and later ones need them"
         if self.plan.sampling.steps_of_a_key > 1 and (
             self._order is None or load(self._run.folder.key).order != self._order

@@ -10,13 +10,12 @@ from typing import Any, Literal
 from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.event import Event
-from murmuration.accounting.plan import PrivacyPlan, fits_grid
+from murmuration.accounting.noise import GENERATORS, CorrelationFact
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import AnySampling
 from murmuration.accounting.strict_json import CLOSED
 
 RULES = ("flat", "automatic")
-EXACT = "aes-256-ctr-exact"
-GENERATORS = ("aes-256-ctr", EXACT, "chacha20")
 
 
 @dataclass(frozen=True, order=True)
@@ -43,16 +42,6 @@ class ClippingFact:
     __pydantic_config__ = CLOSED
     rule: str
     sensitivity: float
-
-
-@dataclass(frozen=True)
-class CorrelationFact:
-    """Reported by correlated noise: the digest of its matrix, and the standard deviation of what it added at the step,
-    which is a weighted sum of draws."""
-
-    __pydantic_config__ = CLOSED
-    matrix: str
-    added: float
 
 
 @dataclass(frozen=True)
@@ -115,7 +104,9 @@ class StepFacts:
             return f"draws noise from {self.noise.generator!r}, which is unknown here; read it with a newer version"
         if self.noise.elements < 1:
             return "announces noise for no element"
-        if (departure := self._departure_from_grid(plan)) is not None:
+        grids = [(self.noise.grid, self.noise.elements, self.clipping.sensitivity)]
+        grids += [(metric.grid, 1, metric.sensitivity) for metric in self.metrics]
+        if (departure := plan.noise.departure(self.noise.generator, grids)) is not None:
             return departure
         if self.sampling.rule != plan.sampling:
             return f"draws {self.sampling.rule}, but its plan says {plan.sampling}"
@@ -132,24 +123,6 @@ class StepFacts:
             return f"states the sensitivity {self.clipping.sensitivity}, but its plan says {plan.clip_norm}"
         if [(m.name, m.sensitivity, m.std) for m in self.metrics] != [(m.name, m.bound, m.std) for m in plan.metrics]:
             return "publishes metrics of its records that differ from its plan"
-        return None
-
-    def _departure_from_grid(self, plan: PrivacyPlan) -> str | None:
-        """Noise is exact if and only if the plan says so, and no grid is coarser than the plan charges for."""
-        grids = [(self.noise.grid, self.noise.elements, self.clipping.sensitivity)]
-        grids += [(metric.grid, 1, metric.sensitivity) for metric in self.metrics]
-        if not plan.grid_growth:
-            if self.noise.generator == EXACT or any(grid for grid, _, _ in grids):
-                return "rounds to a grid for exact noise, but its plan charges nothing for that"
-            return None
-        if self.noise.generator != EXACT:
-            return f"draws noise from {self.noise.generator!r}, but its plan says that the noise is exact"
-        for grid, elements, sensitivity in grids:
-            if not fits_grid(grid, elements, plan.grid_growth * sensitivity):
-                return (
-                    f"rounds {elements} numbers to multiples of {grid:g}, but its plan charges no more for that than "
-                    f"{plan.grid_growth:g} of the sensitivity {sensitivity:g}"
-                )
         return None
 
     def fault_of(self, done: StepFacts) -> str | None:

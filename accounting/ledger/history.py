@@ -21,7 +21,6 @@ from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import (
     Charge,
     CheckpointMark,
-    CorrelationFact,
     Segment,
     StepFacts,
     StepId,
@@ -464,10 +463,7 @@ class History:
         plan, segment = self.plans[step_id.phase], self.segments[-1]
         if (departure := facts.departure_from(plan)) is not None:
             return departure
-        expected = None
-        if plan.banded is not None:
-            spread = plan.banded.spread(step_id.step, segment.from_step + 1)
-            expected = CorrelationFact(plan.banded.digest, facts.noise.std * spread)
+        expected = plan.noise.correlation(facts.noise.std, step_id.step, segment.from_step + 1)
         if facts.noise.correlation != expected:
             return "states noise of another matrix than its plan's, or with another deviation than that gives"
         return None
@@ -491,7 +487,7 @@ class History:
         """If C adapts, σ·C_t / C_t is σ except for its last bit: steps that differ by no more are one mechanism."""
         event, plan = facts.event(), self.plans[phase]
         planned, event = plan.effective_noise_multiplier, replace(event, sigma=plan.charged_as(event.sigma))
-        moves = plan.adaptive is not None or plan.grid_growth > 0
+        moves = plan.adaptive is not None or plan.noise.growth > 0
         if not moves or abs(event.sigma - planned) > 4 * ROUNDING * planned:
             return event
         return replace(event, sigma=planned)

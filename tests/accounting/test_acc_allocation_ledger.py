@@ -206,7 +206,7 @@ def test_a_plan_is_frozen_with_its_epochs() -> None:
     assert replace(PLAN, steps=13).participations == 4, "a cut epoch is charged whole"
     for changes, said in (
         ({"sampling": RandomAllocation(13)}, "longer than all 12 steps"),
-        ({"banded": best_banded(4, 12)}, "do not go together"),
+        ({"noise": best_banded(4, 12)}, "do not go together"),
     ):
         with pytest.raises(PlanError, match=said):
             replace(PLAN, **changes)  # pyright: ignore[reportArgumentType]

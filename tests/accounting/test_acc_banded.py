@@ -23,9 +23,10 @@ from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.facts import Charge, CorrelationFact, Head, MetricFact, StepFacts, StepId
+from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.noise import CorrelationFact, ExactGrid
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, threshold_for
 from tests.support import acc_world
@@ -33,7 +34,7 @@ from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, rewritt
 
 BANDS = 4
 MATRIX = best_banded(BANDS, 40)
-PLAN = replace(acc_world.PLAN, records=101, sampling=CyclicPoisson(2**32, BANDS), banded=MATRIX)
+PLAN = replace(acc_world.PLAN, records=101, sampling=CyclicPoisson(2**32, BANDS), noise=MATRIX)
 SIZES = [(2, 2), (2, 100), (3, 10), (8, 64), (16, 6000), (64, 640)]
 
 
@@ -159,7 +160,7 @@ def test_epsilon_is_dp_accountings_for_one_sampled_step_per_turn(n: int, batch: 
         steps,
         1e-6,
         4.0,
-        banded=best_banded(bands, steps),
+        noise=best_banded(bands, steps),
     )
     assert plan.divisor == pytest.approx(batch, rel=1e-6) and plan.participations == turns
     theirs = PLDAccountant().compose(
@@ -177,18 +178,17 @@ def test_where_every_turn_draws_all_its_records_epsilon_has_a_closed_form() -> N
 
 def test_plans_survive_json_and_plans_without_a_matrix_are_as_before() -> None:
     told = json.loads(json.dumps(PLAN.as_dict()))
-    assert PrivacyPlan(**told) == PLAN and "banded" not in acc_world.PLAN.as_dict()
-    assert MATRIX.digest == BandedNoise(**told["banded"]).digest != best_banded(BANDS, 41).digest
+    assert PrivacyPlan(**told) == PLAN and "noise" not in acc_world.PLAN.as_dict()
+    assert MATRIX.digest == BandedNoise(**told["noise"]).digest != best_banded(BANDS, 41).digest
     with pytest.raises(PlanError, match="need as many records and steps"):
         replace(PLAN, steps=3)
-    with pytest.raises(PlanError, match="whole numbers"):
-        replace(PLAN, grid_growth=1e-6)
+    with pytest.raises(PlanError, match="does not go with noise of 1 bands"):
+        replace(PLAN, noise=ExactGrid())
 
 
 def facts(step: int, begun_after: int = 0, plan: PrivacyPlan = PLAN, **changes: Any) -> StepFacts:
-    assert plan.banded is not None
     honest = acc_world.facts(step, plan, **changes)
-    fact = CorrelationFact(plan.banded.digest, honest.noise.std * plan.banded.spread(step, begun_after + 1))
+    fact = CorrelationFact(MATRIX.digest, honest.noise.std * MATRIX.spread(step, begun_after + 1))
     return replace(honest, noise=replace(honest.noise, correlation=fact))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from murmuration.accounting.adaptive import AdaptiveError, AdaptiveRule
-from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
+from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon
 from murmuration.accounting.epsilon.audit_bound import AuditError, epsilon_bound, numbers_of_guesses, p_value
 from murmuration.accounting.epsilon.audit_evidence import collect
@@ -146,15 +146,15 @@ ROWS: list[Row] = [
     *each("norms that adapt", lambda **wrong: replace(RULE, **wrong), AdaptiveError, "needs",
           {"quantile": 0.0}, {"quantile": 1.0}, {"learning_rate": 0.0}, {"learning_rate": 10.5}, {"lowest": 0.0},
           {"lowest": 2.0, "highest": 1.0}, {"highest": INF}, {"quantile": NAN}, {"lowest": NAN}),
-    ("bands without a step", lambda: replace(MATRIX, horizon=0), BandedError,
+    ("bands without a step", lambda: replace(MATRIX, horizon=0), PlanError,
      "horizon of banded noise must be at least 1 step, but is 0"),
-    ("bands: less noise", lambda: moved(lambda m: m * 0.999), BandedError, "one record moves"),
-    ("bands: other weights", lambda: moved(lambda m: m * np.where(np.eye(4) > 0, 1, 1.5)), BandedError,
+    ("bands: less noise", lambda: moved(lambda m: m * 0.999), PlanError, "one record moves"),
+    ("bands: other weights", lambda: moved(lambda m: m * np.where(np.eye(4) > 0, 1, 1.5)), PlanError,
      "one record moves"),
-    ("bands: negative diagonal", lambda: moved(lambda m: m * -1), BandedError, "above 0"),
-    ("bands: a draw left out", lambda: moved(lambda m: m * np.where(np.arange(4) == 1, 0, 1)), BandedError, "above 0"),
-    ("bands: no number", lambda: moved(lambda m: m * NAN), BandedError, "finite"),
-    ("bands: rows of another size", lambda: BandedNoise(MATRIX.rows[1:], 40), BandedError, "not lower triangular"),
+    ("bands: negative diagonal", lambda: moved(lambda m: m * -1), PlanError, "above 0"),
+    ("bands: a draw left out", lambda: moved(lambda m: m * np.where(np.arange(4) == 1, 0, 1)), PlanError, "above 0"),
+    ("bands: no number", lambda: moved(lambda m: m * NAN), PlanError, "finite"),
+    ("bands: rows of another size", lambda: BandedNoise(MATRIX.rows[1:], 40), PlanError, "not lower triangular"),
     ("bands: more than a batch fills", lambda: threshold_for(999, 999 / 7, 8), PlanError, "at most 7 bands"),
     ("bands: more than a part holds", lambda: threshold_for(100, 20, 6), PlanError, "use at most 5 bands"),
     ("epochs that are not whole", lambda: slots_for(233_804_767, 98_304, 6000), PlanError,

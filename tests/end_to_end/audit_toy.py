@@ -18,6 +18,7 @@ from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.noise import IndependentNoise
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
 from murmuration.data.draw.allocation import AllocationSampler
@@ -30,7 +31,7 @@ from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.core import PrivateCore
-from murmuration.train.noise.correlated import CorrelatedNoise
+from murmuration.train.noise.choose import over_steps
 from murmuration.train.step import PrivateStep, Records
 from tests.support.train_helpers import Toy, on_ranks, private_engine
 
@@ -62,10 +63,10 @@ def toy_plan(
     a second time."""
     rate = rate if slots == 1 else 1 / slots
     sigma = sigma or calibrate_sigma(Event(rate, 1.0, steps + again, slots=slots), claim, DELTA)
-    banded = None if bands == 1 else best_banded(bands, steps * bands)
+    noise = IndependentNoise() if bands == 1 else best_banded(bands, steps * bands)
     sampling = Poisson(round(rate * 2**32)) if bands == 1 else CyclicPoisson(round(rate * 2**32), bands)
     sampling = sampling if slots == 1 else RandomAllocation(slots)
-    return PrivacyPlan(records, sampling, 1.0, sigma, steps * bands * slots, DELTA, claim, banded=banded)
+    return PrivacyPlan(records, sampling, 1.0, sigma, steps * bands * slots, DELTA, claim, noise=noise)
 
 
 def canary_clip(plan: PrivacyPlan, model: Toy, canaries: int) -> CanaryClip:
@@ -122,7 +123,7 @@ def private_step(
     noise = core.noise("noise")
     if faults.scale != 1:
         weak = WeakenedNoise(keys["noise"], plan.noise_std, plan.divisor, faults.scale)
-        noise = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, begun_after + 1)
+        noise = over_steps(weak, plan, begun_after + 1)
     stop: Any = NoStop()
     sampler: Any = core.sampler()
     sampler = Twice(sampler) if faults.twice else sampler

@@ -15,10 +15,11 @@ from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import KEY_BYTES, RunKey, load
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.sampling import Poisson, RandomAllocation
 from murmuration.accounting.unit import Unit
 from murmuration.data.draw.allocation import AllocationSampler
-from murmuration.train.config.root import NoiseKind, Phase
+from murmuration.train.config.root import Phase
 from murmuration.train.core import Computation
 from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
 from tests.support.config_base import plan_of, private_phase

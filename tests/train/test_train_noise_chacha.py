@@ -20,7 +20,7 @@ from scipy import stats
 from torch import Tensor
 
 from murmuration.accounting.errors import PlanError
-from murmuration.accounting.ledger.facts import GENERATORS
+from murmuration.accounting.noise import GENERATORS
 from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import chacha

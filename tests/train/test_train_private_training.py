@@ -26,11 +26,11 @@ from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.noise import NoiseKind
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
-from murmuration.train.config.root import NoiseKind
 from murmuration.train.core import Computation
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.noise.aes import AESNoise
@@ -465,7 +465,7 @@ def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_float
 
 def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path) -> None:
     run(tmp_path, 2, computation=Computation(noise="exact"))
-    with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*grid_growth"):
+    with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*noise"):
         run(tmp_path, 2)
     whole = run(tmp_path / "other", 4, computation=Computation(noise="exact"))
     parts = run(tmp_path, 2, computation=Computation(noise="exact"))

@@ -42,6 +42,7 @@ from murmuration.accounting.keys import Link, RunKey, hkdf
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
+from murmuration.accounting.noise import IndependentNoise
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import RandomAllocation, make_sampling
 from murmuration.data.batch.reader import BatchReader
@@ -62,7 +63,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround, evaluating
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
-from murmuration.train.noise.correlated import CorrelatedNoise
+from murmuration.train.noise.choose import over_steps
 from murmuration.train.noise.update import Update
 from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private_phase import PrivatePhase
@@ -183,7 +184,7 @@ class _Audit:
         if self.options.noise_scale != 1:
             weak = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
             first = segment.begun_after + 1
-            planted = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, first)
+            planted = over_steps(weak, plan, first)
         batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
         step = self._step(segment, self._journals.get("audit"), plan, planted, batches)
         engine.set_optimizer_step(segment.begun_after)
@@ -203,7 +204,7 @@ class _Audit:
         in another ledger; with independent noise and Poisson draws."""
         plan = replace(
             self.plan, sampling=make_sampling("poisson", self.plan.records, DIVISOR_RATE * self.plan.records, 1),
-            steps=DIVISOR_STEPS, epsilon_budget=1e3, banded=None,
+            steps=DIVISOR_STEPS, epsilon_budget=1e3, noise=IndependentNoise(),
         )  # fmt: skip
         example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
         self.ranks.on_main(lambda: self._begin("divisor", plan))

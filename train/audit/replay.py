@@ -35,9 +35,9 @@ from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Derive, RunKey
 from murmuration.accounting.ledger.chain import Ledger
-from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
+from murmuration.accounting.noise import CorrelationFact
 from murmuration.accounting.plan import ACCURACY, PrivacyPlan
 from murmuration.accounting.unit import noun
 from murmuration.data.batch.loader import Reader

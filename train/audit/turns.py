@@ -87,7 +87,7 @@ def _turns(segment: SeenSegment, plan: PrivacyPlan, which: np.ndarray, place: in
     rate = plan.sampling_rate
     patterns, chances = np.array([[0.0], [1.0]]), np.array([1 - rate, rate])
     kept = chances > 0
-    columns = None if plan.banded is None else np.linalg.inv(_matrix(segment, plan.banded)).T
+    columns = np.linalg.inv(_matrix(segment, plan.noise)).T if isinstance(plan.noise, BandedNoise) else None
     for step in np.flatnonzero((steps - 1) % plan.sampling.parts == place):
         seen = values[step]
         if columns is not None:
@@ -117,9 +117,9 @@ def _matrix(segment: SeenSegment, banded: BandedNoise) -> np.ndarray:
 def whitened(segment: SeenSegment, plan: PrivacyPlan, of: np.ndarray | None = None) -> np.ndarray:
     """What was released (or other numbers of the same steps), such that each step's noise is one draw."""
     values = segment.values if of is None else of
-    if plan.banded is None:
+    if not isinstance(plan.noise, BandedNoise):
         return values
-    return np.linalg.solve(_matrix(segment, plan.banded), values)
+    return np.linalg.solve(_matrix(segment, plan.noise), values)
 
 
 def noise_in(segments: Sequence[SeenSegment], plan: PrivacyPlan, gain: float) -> np.ndarray:

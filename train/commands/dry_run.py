@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import contribution_in_words
@@ -181,9 +179,8 @@ def _promised(promise: Promise) -> list[str]:
         f"unit          {plan.unit}" + ("" if plan.units is None else f": {contribution_in_words(plan.units)}"),
         plan.sampling.in_a_dry_run(plan.records, plan.steps),
         f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
-        *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
+        *plan.noise.in_a_dry_run(plan.noise_multiplier, plan.steps),
         *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
-        *([] if plan.banded is None else [_correlated(plan, plan.banded)]),
         f"C             {plan.clip_norm:g} ({promise.clip})",
         *([f"views         {plan.views} of each record, clipped as one"] if plan.views > 1 else []),
         f"T             {plan.steps}",
@@ -191,15 +188,6 @@ def _promised(promise: Promise) -> list[str]:
         f"delta         {plan.delta:.6g}",
         *(f"note          {note}" for note in promise.notes),
     ]
-
-
-def _correlated(plan: PrivacyPlan, matrix: BandedNoise) -> str:
-    independent = math.sqrt((plan.steps + 1) / 2)
-    return (
-        f"noise         banded, {matrix.bands} bands: each record has that q in one of {matrix.bands} steps; "
-        f"{plan.added_noise:.4g}·C per step, adding up to {matrix.accumulated(plan.steps) / independent:.3f} of what "
-        "independent noise of this sigma would"
-    )
 
 
 def as_json(found: Meaning) -> str:

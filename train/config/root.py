@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from murmuration.accounting.noise import NoiseKind
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
@@ -72,7 +73,6 @@ class ZeroOptimization(Section):
     stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
 
 
-NoiseKind = Literal["aes", "chacha20", "exact"]
 AUTO, GIVEN = "auto", "number"  # how the micro-batch is given
 
 

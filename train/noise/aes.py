@@ -16,7 +16,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from murmuration.accounting.ledger.facts import CorrelationFact
+from murmuration.accounting.noise import CorrelationFact
 from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.distributed.shards import Fragment

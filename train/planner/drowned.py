@@ -28,14 +28,7 @@ USEFUL = 1.0
 
 def noise_over_signal(plan: PrivacyPlan, weights: int) -> float:
     """How far noise moves `weights` trainable weights, over how far gradients can."""
-    return plan.noise_multiplier * math.sqrt(weights) / (plan.divisor * _agreeing_steps(plan))
-
-
-def _agreeing_steps(plan: PrivacyPlan) -> float:
-    """T steps in one direction over what their noise adds up to, in units of one draw: √T if noise is independent."""
-    if plan.banded is None:
-        return math.sqrt(plan.steps)
-    return plan.steps / (math.sqrt(2) * plan.banded.accumulated(plan.steps))
+    return plan.noise_multiplier * math.sqrt(weights) / (plan.divisor * plan.noise.agreeing_steps(plan.steps))
 
 
 def drowned(plan: PrivacyPlan, weights: int, calibrated: bool) -> str | None:
@@ -56,7 +49,7 @@ def drowned(plan: PrivacyPlan, weights: int, calibrated: bool) -> str | None:
 
 
 def _largest_useful_sigma(plan: PrivacyPlan, weights: int) -> float:
-    return math.floor(1e5 * USEFUL * plan.divisor * _agreeing_steps(plan) / math.sqrt(weights)) / 1e5
+    return math.floor(1e5 * USEFUL * plan.divisor * plan.noise.agreeing_steps(plan.steps) / math.sqrt(weights)) / 1e5
 
 
 def _spent(plan: PrivacyPlan, weights: int) -> float:

@@ -103,8 +103,8 @@ def _of_phase(
     plan = plan_of_phase(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
     batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
     mixed = phase.mixing.batch if phase.mixing else 0
-    if plan is not None and plan.banded is not None:
-        cluster = replace(cluster, noise_per_second=cluster.noise_per_second / plan.banded.draws)
+    if plan is not None:
+        cluster = replace(cluster, noise_per_second=cluster.noise_per_second / plan.noise.draws)
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     given = config.train_micro_batch_size_per_gpu

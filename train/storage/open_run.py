@@ -101,7 +101,7 @@ class OpenRun:
 
     def _together_in(self, phase: int) -> int:
         plan = self.writer.history.plans.get(phase)
-        return 1 if plan is None or plan.banded is None else plan.banded.bands
+        return 1 if plan is None else plan.noise.bands
 
     def _needs_after(self, segment: Segment, done: int) -> int:
         """The step after which the segment's keys are needed to continue after `done`."""
