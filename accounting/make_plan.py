@@ -10,20 +10,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from murmuration.accounting.adaptive import SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
 from murmuration.accounting.errors import PlanError
+from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
-from murmuration.accounting.plan import (
-    CURVATURE,
-    SLOPE,
-    AnyNoise,
-    PlannedMetric,
-    PrivacyPlan,
-    parse_delta,
-    require_together,
-)
+from murmuration.accounting.plan import AnyNoise, PrivacyPlan, parse_delta, require_together
 from murmuration.accounting.sampling import SamplingKind, make_sampling
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
@@ -63,7 +56,6 @@ class PlanRequest:
     """In addition to those that adaptive clipping and loss probes need."""
     loss_probes: tuple[float, float] | None = None
     """Their bound, and the noise on either sum in units of it."""
-    held_out: float | None = None
     units: Unit | None = None
     views: int = 1
     tan: float | None = None
@@ -77,22 +69,24 @@ class PlanRequest:
             "allocation": self.sampling == "allocation",
             "exact": self.exact,
             "adaptive": self.adaptive is not None,
-            "held_out": self.held_out is not None,
             "metrics": bool(self.metrics) or self.loss_probes is not None,
             "units": self.units is not None,
             "tan": self.tan is not None,
         }
-        return frozenset(name for name, given in chosen.items() if given)
+        named = {metric.mechanism for metric in self.metrics}
+        return frozenset(name for name, given in chosen.items() if given) | named
 
     def released(self) -> tuple[PlannedMetric, ...]:
         """All that is released with the gradient."""
         found = list(self.metrics)
         if self.loss_probes is not None:
             bound, noise = self.loss_probes
-            found += [PlannedMetric(name, bound, bound * noise) for name in (SLOPE, CURVATURE)]
-        if self.adaptive is not None:
-            counted = self.adaptive.noise_multiplier or self.expected_batch / 10
-            found.append(PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted))
+            found += [LossProbe(name, bound, bound * noise) for name in (SLOPE, CURVATURE)]
+        if (asked := self.adaptive) is not None:
+            counted = asked.noise_multiplier or self.expected_batch / 10
+            lowest, highest = self.clip_norm / asked.span, self.clip_norm * asked.span
+            rule = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
+            found.append(ClippedShare.of(SENSITIVITY * counted, rule))
         return tuple(found)
 
 
@@ -102,14 +96,10 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
     require_together(request.mechanisms)
     sampling = make_sampling(request.sampling, request.records, request.expected_batch, request.steps, request.bands)
     delta, metrics = parse_delta(request.delta, request.records), request.released()
-    noise, adaptive = _noise(request, known), None
-    if (asked := request.adaptive) is not None:
-        lowest, highest = request.clip_norm / asked.span, request.clip_norm * asked.span
-        adaptive = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
+    noise = _noise(request, known)
     fixed: dict[str, Any] = dict(
         records=request.records, sampling=sampling, clip_norm=request.clip_norm, steps=request.steps, delta=delta,
-        epsilon_budget=request.epsilon, metrics=metrics, adaptive=adaptive, held_out=request.held_out,
-        noise=noise, views=request.views, units=request.units,
+        epsilon_budget=request.epsilon, metrics=metrics, noise=noise, views=request.views, units=request.units,
         unit=unit_in_words(request.units), adjacency=adjacency_in_words(request.units),
     )  # fmt: skip
     sigma = request.noise_multiplier

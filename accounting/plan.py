@@ -10,18 +10,16 @@ import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 
-from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from murmuration.accounting.adaptive import AdaptiveRule
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
+from murmuration.accounting.metrics import AnyMetric, ClippedShare, HeldOutAccuracy, metric_of_dict
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
 from murmuration.accounting.sampling import AnySampling, RandomAllocation, sampling_of_dict
 from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
-ACCURACY = "accuracy"
-SLOPE, CURVATURE = "loss_slope", "loss_curvature"
-"""Released where the learning rate follows probes of the loss (`privacy.loss_probes`)."""
 UNIT, ADJACENCY = unit_in_words(None), adjacency_in_words(None)
 
 
@@ -95,20 +93,6 @@ def require_together(chosen: Collection[str]) -> None:
 
 
 @dataclass(frozen=True)
-class PlannedMetric:
-    """A number that is published with noise at every step; each record adds at most `bound` to it."""
-
-    __pydantic_config__ = CLOSED
-    name: str
-    bound: float
-    std: float
-
-    def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value > 0 for value in (self.bound, self.std)):
-            raise PlanError(f"metric {self.name!r} needs a finite positive bound and noise: {self.bound}, {self.std}")
-
-
-@dataclass(frozen=True)
 class StandIn:
     """For a TAN simulation: the budget of the run that it stands for, and what batch and noise were divided by."""
 
@@ -122,7 +106,7 @@ class StandIn:
 
 AnyNoise = IndependentNoise | ExactGrid | BandedNoise
 NOISES: dict[str, type[AnyNoise]] = {each.kind: each for each in (IndependentNoise, ExactGrid, BandedNoise)}
-_PARTS = {"adaptive": AdaptiveRule, "stands_for": StandIn, "units": Unit}
+_PARTS = {"stands_for": StandIn, "units": Unit}
 
 
 @dataclass(frozen=True)
@@ -139,13 +123,10 @@ class PrivacyPlan:
     epsilon_budget: float
     unit: str = UNIT
     adjacency: str = ADJACENCY
-    metrics: tuple[PlannedMetric, ...] = ()
-    adaptive: AdaptiveRule | None = None
-    """The rule for clipping norms after the first; `clip_norm` is the first."""
+    metrics: tuple[AnyMetric, ...] = ()
+    """Released with the gradient at every step."""
     stands_for: StandIn | None = None
     """Set in a TAN simulation; all other numbers are those of the run itself."""
-    held_out: float | None = None
-    """Share of the records that are drawn but not trained on in this phase; the metric `accuracy` is about them."""
     units: Unit | None = None
     """Set where the unit is not a record: then `records` is the number of units, and so is every n."""
     noise: AnyNoise = field(default_factory=IndependentNoise)
@@ -155,7 +136,7 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         # Plans from a ledger have them as JSON.
-        found = tuple(m if isinstance(m, PlannedMetric) else PlannedMetric(**m) for m in self.metrics)
+        found = tuple(metric_of_dict(m) if isinstance(m, dict) else m for m in self.metrics)
         object.__setattr__(self, "metrics", found)
         for name, kind in _PARTS.items():
             if isinstance(value := getattr(self, name), dict):
@@ -165,10 +146,8 @@ class PrivacyPlan:
         if isinstance(self.noise, dict):
             object.__setattr__(self, "noise", NOISES[self.noise["kind"]](**self.noise))
         require_together(self.mechanisms)
-        self._require_sound_holdout()
-        counted = [m.bound for m in self.metrics if m.name == METRIC]
-        if counted != ([SENSITIVITY] if self.adaptive else []):
-            raise PlanError(f"adaptive clipping and the metric {METRIC!r} of bound {SENSITIVITY} need each other")
+        if len({m.name for m in self.metrics}) < len(self.metrics):
+            raise PlanError("a metric is released twice; each can be released once")
         if self.adaptive and not self.adaptive.lowest <= self.clip_norm <= self.adaptive.highest:
             raise PlanError(f"the first clipping norm {self.clip_norm:g} lies outside the bounds of adaptive clipping")
         for name in ("clip_norm", "noise_multiplier", "epsilon_budget"):
@@ -189,26 +168,29 @@ class PrivacyPlan:
         if not 0 < self.delta <= 1 / self.records:
             raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
 
-    def _require_sound_holdout(self) -> None:
-        asked = [m.bound for m in self.metrics if m.name == ACCURACY]
-        if asked != ([] if self.held_out is None else [1.0]):
-            raise PlanError(f"held-out records and the metric {ACCURACY!r} of bound 1 need each other")
-        if self.held_out is not None and not 0 < self.held_out <= 0.5:
-            raise PlanError(f"at most half of the records can be held out, not {self.held_out}")
-
     @property
     def mechanisms(self) -> frozenset[str]:
         """Those of `MECHANISMS` that a plan knows of."""
         chosen = {
             "allocation": isinstance(self.sampling, RandomAllocation),
             "tan": self.stands_for is not None,
-            "adaptive": self.adaptive is not None,
-            "held_out": self.held_out is not None,
             "metrics": bool(self.metrics),
             "units": self.units is not None,
             "views": self.views > 1,
         }
-        return frozenset(name for name, there in chosen.items() if there) | ({self.noise.mechanism} - {None})
+        return frozenset(name for name, there in chosen.items() if there) | {
+            *(metric.mechanism for metric in self.metrics), *({self.noise.mechanism} - {None})
+        }  # fmt: skip
+
+    @property
+    def adaptive(self) -> AdaptiveRule | None:
+        """The rule by which C moves; None if it is fixed."""
+        return next((metric.rule for metric in self.metrics if isinstance(metric, ClippedShare)), None)
+
+    @property
+    def held_out(self) -> float:
+        """Share of the records that are drawn but not trained on."""
+        return next((metric.share for metric in self.metrics if isinstance(metric, HeldOutAccuracy)), 0.0)
 
     @property
     def participations(self) -> int:
@@ -254,14 +236,9 @@ class PrivacyPlan:
         """The noise multiplier to charge, reduced by what rounding to the grid costs."""
         return sigma / (1 + self.noise.growth) if self.noise.growth else sigma
 
-    @property
-    def counted(self) -> list[tuple[float, float]]:
-        """How far one record moves the count that C adapts to, and the noise on that count; empty if C is fixed."""
-        return [(m.bound, m.std) for m in self.metrics if m.name == METRIC]
-
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "adaptive", "stands_for", "held_out", "units", "views")
+        names = ("metrics", "stands_for", "units", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
         if self.views == 1:

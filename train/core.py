@@ -28,8 +28,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PrivateForward
-from murmuration.train.engines.held_out import HeldOutAccuracy
-from murmuration.train.engines.loss_probes import LossProbes
+from murmuration.train.engines.measures import measuring
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps, source_for
@@ -141,14 +140,11 @@ class PrivateCore:
         metrics = norm = None
         if self.plan.metrics:
             metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, self._source.of_metric)
-        if self.plan.adaptive is not None and metrics is not None:
+            measured = measuring(records.micro_batches, self.engine, metrics, self.ranks, probes)
+            records = Records(records.draw, measured)
+        if self.plan.adaptive is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
             norm = AdaptiveNorm(self.plan, first_norm)
-        if self.plan.held_out is not None and metrics is not None:
-            records = Records(records.draw, HeldOutAccuracy(self.engine, metrics).around(records.micro_batches))
-        if probes is not None and metrics is not None:
-            measured = LossProbes(self.engine, metrics, self.ranks, probes).around(records.micro_batches)
-            records = Records(records.draw, measured)
         engine = stepping or self.engine
         return PrivateStep(phase, journal, records, self.clip, noise, engine, self.ranks, stop, metrics, norm)
 

@@ -18,6 +18,7 @@ from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
+from murmuration.accounting.metrics import metric_of_dict
 from murmuration.accounting.sampling import sampling_of_dict
 from murmuration.accounting.unit import Unit, contribution_in_words, noun_of
 
@@ -123,11 +124,8 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     about = certificate.get("about") or {}
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
     for phase in certificate["phases"]:
-        if share := (phase.get("plan") or {}).get("held_out"):
-            lines.append(
-                f"held out in {phase['name']}: {share:.3%} of the records, drawn like all others, not trained on in "
-                "it; of them, the accuracy of each step is released with noise, charged as one event with the gradient"
-            )
+        for metric in map(metric_of_dict, (phase.get("plan") or {}).get("metrics", [])):
+            lines += metric.in_a_certificate(phase["name"])
         if views := (phase.get("plan") or {}).get("views"):
             lines.append(
                 f"views in {phase['name']}: each drawn record is seen {views} times in a step, and the mean of these "

@@ -23,7 +23,8 @@ from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFa
 from murmuration.accounting.ledger.heads import lost_charges, uncharged
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import ClippedShare
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation, slots_for
 from murmuration.accounting.strict_json import parse, read
 from tests.support import acc_world
@@ -187,8 +188,8 @@ def test_a_lost_part_of_the_ledger_is_charged_by_epochs(tmp_path: Path) -> None:
 
 
 def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_epoch(tmp_path: Path) -> None:
-    rule, counted = AdaptiveRule(0.5, 1.0, 0.1, 10.0), PlannedMetric(METRIC, SENSITIVITY, 3.0)
-    plan = replace(PLAN, adaptive=rule, metrics=(counted,))
+    rule = AdaptiveRule(0.5, 1.0, 0.1, 10.0)
+    plan = replace(PLAN, metrics=(ClippedShare.of(3.0, rule),))
     journal, norm = begin(tmp_path, plan), plan.clip_norm
     for step in range(1, 7):
         honest = facts(step, plan, std=plan.noise_multiplier * norm, sensitivity=norm)

@@ -26,8 +26,9 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.metrics import ClippedShare
 from murmuration.accounting.noise import CorrelationFact, ExactGrid
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, threshold_for
 from tests.support import acc_world
 from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, rewritten
@@ -296,8 +297,8 @@ def test_a_turn_that_adds_nothing_is_told_from_one_that_does(tmp_path: Path) -> 
 
 
 def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_turn(tmp_path: Path) -> None:
-    rule, counted = AdaptiveRule(0.5, 1.0, 0.1, 10.0), PlannedMetric(METRIC, SENSITIVITY, 3.0)
-    plan = replace(PLAN, adaptive=rule, metrics=(counted,))
+    rule = AdaptiveRule(0.5, 1.0, 0.1, 10.0)
+    plan = replace(PLAN, metrics=(ClippedShare.of(3.0, rule),))
     journal, norm = begin(tmp_path, plan), plan.clip_norm
     for step in range(1, 7):
         honest = facts(step, plan=plan, std=plan.noise_multiplier * norm, sensitivity=norm)

@@ -17,7 +17,8 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
 from murmuration.accounting.ledger.journal import BudgetSpent
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.strict_json import read
 from tests.support.acc_world import (

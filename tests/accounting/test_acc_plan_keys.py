@@ -12,7 +12,8 @@ from typing import get_args
 import pytest
 
 from murmuration.accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan, parse_delta
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan, parse_delta
 from murmuration.accounting.sampling import RATE_DENOMINATOR, Poisson, threshold_for
 from tests.support.acc_world import PLAN
 

@@ -23,7 +23,8 @@ from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
-from murmuration.accounting.plan import PlannedMetric, parse_delta
+from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
+from murmuration.accounting.plan import parse_delta
 from murmuration.accounting.sampling import Poisson, slots_for, threshold_for
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit
@@ -35,7 +36,7 @@ CAPPED = [Event(0.1, 1.0, 3, cap=20, records=100)]
 EPOCHS = [Event(1 / 4, 1.0, 2, slots=4)]
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
 LOSS = PlannedMetric("loss", 2.0, 80.0)
-ACCURACY = PlannedMetric("accuracy", 1.0, 5.0)
+ACCURACY = HeldOutAccuracy("accuracy", 1.0, 5.0, 0.25)
 MATRIX = best_banded(4, 40)
 
 Row = tuple[str, Callable[[], Any], type[Exception], str]
@@ -132,10 +133,11 @@ ROWS: list[Row] = [
     *each("a plan", planned, PlanError, "must be a finite positive number", {"clip_norm": 0.0}, {"clip_norm": INF},
           {"noise_multiplier": 0.0}, {"noise_multiplier": NAN}, {"noise_multiplier": -1.0}, {"epsilon_budget": 0.0},
           {"epsilon_budget": INF}),
-    *each("a plan that holds out", planned, PlanError, "held",
-          {"held_out": None, "metrics": (ACCURACY,)}, {"held_out": 0.25}, {"held_out": 0.6, "metrics": (ACCURACY,)},
-          {"held_out": 0.25, "metrics": (replace(ACCURACY, bound=2.0),)},
-          {"held_out": 0.0, "metrics": (ACCURACY,)}, {"held_out": 0.25, "metrics": (ACCURACY, ACCURACY)}),
+    *each("records held out", lambda **wrong: replace(ACCURACY, **wrong), PlanError, "held",
+          {"share": 0.6}, {"bound": 2.0}, {"share": 0.0}),
+    ("an accuracy of no records", lambda: PlannedMetric("accuracy", 1.0, 5.0), PlanError, "is a HeldOutAccuracy"),
+    ("a loss of held-out records", lambda: replace(ACCURACY, name="loss"), PlanError, "is a PlannedMetric"),
+    ("a metric twice", lambda: planned(metrics=(ACCURACY, ACCURACY)), PlanError, "released twice"),
     *each("a batch of 100", lambda batch: threshold_for(100, batch), PlanError, r"must lie in \(0, 100\]",
           0, -1, 101, NAN),
     ("a delta in words", lambda: parse_delta("one", 100), PlanError, "delta must be a number, '1/n' or"),
@@ -180,6 +182,6 @@ def test_what_lies_beside_those_numbers_is_answered() -> None:
     assert group_epsilon([], 1e-6, 2) == replacement_epsilon([], 1e-6) == epsilon([], 1e-6) == 0.0
     assert epsilon(EPOCHS, 1e-5) > 0 and delta_at(EPOCHS, 1.0) > 0
     assert Tuning(1) == Tuning(1.0, 1.0, False) and Tuning(1, 0.0).shape == 0.0 and Tuning(2.5).mean == 2.5
-    assert planned(held_out=0.25, metrics=(ACCURACY,)).held_out == 0.25 and planned(delta=1 / 100).delta == 0.01
+    assert planned(metrics=(ACCURACY,)).held_out == 0.25 and planned(delta=1 / 100).delta == 0.01
     assert replace(MATRIX, horizon=1).sensitivity == MATRIX.sensitivity and threshold_for(999, 999 / 7, 7) == 2**32
     assert slots_for(233_804_767, 116_902, 6000) == 2000 and slots_for(233_804_767, 98_319.9, 7134) == 2378

@@ -23,7 +23,8 @@ from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import ADJACENCY, UNIT, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import HeldOutAccuracy
+from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
 from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, contribution_in_words, unit_in_words
@@ -122,7 +123,7 @@ def test_phases_with_different_units_are_refused(tmp_path: Path) -> None:
 
 def test_units_and_single_records_held_out_do_not_go_together() -> None:
     with pytest.raises(PlanError, match="the latter measures single records"):
-        of_units(held_out=0.1, metrics=(PlannedMetric("accuracy", 1.0, 5.0),))
+        of_units(metrics=(HeldOutAccuracy.of(5.0, 0.1),))
 
 
 def test_epsilon_of_a_run_that_protects_patients_by_dp_accounting_alone(tmp_path: Path) -> None:

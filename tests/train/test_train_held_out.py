@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.plan import ACCURACY, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import ACCURACY, PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import HELD_OUT, HeldOutReader, is_held_out, marking
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch
 from murmuration.model.classifier import Classifier
@@ -59,8 +60,8 @@ class Answers(Classifier):
 
 
 def quiet_plan() -> PrivacyPlan:
-    metrics = (PlannedMetric("loss", 4.0, 1e-9), PlannedMetric(ACCURACY, 1.0, 1e-9))
-    return replace(plan_for(), metrics=metrics, held_out=SHARE)
+    metrics = (PlannedMetric("loss", 4.0, 1e-9), HeldOutAccuracy.of(1e-9, SHARE))
+    return replace(plan_for(), metrics=metrics)
 
 
 def engine_of(model: Any, partitioned: bool = False) -> Any:
@@ -144,7 +145,7 @@ def test_a_sharded_model_and_what_is_no_classifier_are_refused() -> None:
 
 def test_a_plan_tells_the_share_where_there_is_one() -> None:
     plan = quiet_plan()
-    assert "held_out" not in plan_for().as_dict() and plan.as_dict()["held_out"] == SHARE
+    assert "metrics" not in plan_for().as_dict() and plan.held_out == SHARE
     assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]
 
 
@@ -157,7 +158,7 @@ def phase(objective: str = "classify", **metric: Any) -> Phase:
 def test_the_config_asks_for_a_share_and_the_plan_pays_for_the_metric() -> None:
     settings = phase(share=0.1)
     plan = plan_of(settings)
-    assert plan.held_out == 0.1 and plan.metrics == (PlannedMetric(ACCURACY, 1.0, 5.0),)
+    assert plan.held_out == 0.1 and plan.metrics == (HeldOutAccuracy(ACCURACY, 1.0, 5.0, 0.1),)
     assert plan.effective_noise_multiplier < plan.noise_multiplier, "charged with the gradient"
     for wrong, reason in (
         ({}, "needs `share`"), ({"share": 0.1, "bound": 2.0}, "bound of the metric 'accuracy' is 1"),

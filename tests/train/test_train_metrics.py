@@ -15,7 +15,8 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.privacy import ReleasedMetric

@@ -18,8 +18,8 @@ from scipy import stats
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
+from murmuration.accounting.metrics import PlannedMetric
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid, fits_grid
-from murmuration.accounting.plan import PlannedMetric
 from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment

@@ -38,7 +38,7 @@ from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.noise import CorrelationFact
-from murmuration.accounting.plan import ACCURACY, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import noun
 from murmuration.data.batch.loader import Reader
 from murmuration.data.batch.reader import BatchReader
@@ -339,8 +339,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
 def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, float]]], plan: PrivacyPlan) -> None:
     """Judges the numbers released with the same noise: they lie as far apart as the sums behind them."""
     for metric in plan.metrics:
-        share = plan.held_out or 0.0
-        scale = plan.divisor * (share if metric.name == ACCURACY else 1 - share)
+        scale = metric.expected(plan.divisor, plan.held_out)
         both = pairs.get(f"noised_{metric.name}", [])
         apart = max((abs(one - other) * scale for one, other in both), default=0.0)
         # They are released as 32-bit floats.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from murmuration.accounting.banded import MOST_BANDS
+from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
 
@@ -83,6 +84,10 @@ class ReleasedMetric(Section):
         description="For accuracy: the share of the private records that are held out. They are drawn like all others "
         "but not trained on in this phase.",
     )
+
+    def planned(self) -> PlannedMetric:
+        std = self.bound * self.noise_multiplier
+        return PlannedMetric(self.name, self.bound, std) if self.share is None else HeldOutAccuracy.of(std, self.share)
 
 
 class LossProbes(Section):
@@ -229,7 +234,6 @@ class Privacy(Section):
     def request(self, records: int, steps: int, exact: bool = False) -> PlanRequest:
         """What this asks of a plan for so many records, or units. `exact`: for exact noise."""
         from murmuration.accounting.make_plan import AdaptiveRequest, PlanRequest  # SciPy takes a second
-        from murmuration.accounting.plan import PlannedMetric
 
         adaptive, probes = self.clip.adaptive, self.loss_probes
         if adaptive is not None:
@@ -241,8 +245,8 @@ class Privacy(Section):
             noise_multiplier=self.noise_multiplier, clip_norm=self.clip.norm, adaptive=adaptive,
             sampling=self.sampling, bands=self.bands, horizon=None if self.noise is None else self.noise.horizon,
             exact=exact,
-            metrics=tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in self.release),
-            loss_probes=None if probes is None else (probes.bound, probes.noise_multiplier), held_out=self.held_out,
+            metrics=tuple(metric.planned() for metric in self.release),
+            loss_probes=None if probes is None else (probes.bound, probes.noise_multiplier),
             views=self.views, tan=None if self.tan is None else self.tan.scale,
         )  # fmt: skip
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, get_args
 
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.errors import PlanError
+from murmuration.accounting.metrics import PlannedMetric
 from murmuration.accounting.noise import NoiseKind
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.noise.aes import AESNoise, Noise
 from murmuration.train.noise.chacha import ChaChaNoise

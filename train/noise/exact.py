@@ -33,8 +33,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from murmuration.accounting.errors import PlanError
+from murmuration.accounting.metrics import PlannedMetric
 from murmuration.accounting.noise import EXACT, fits_grid
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.noise.aes import BLOCK_BYTES, CHUNK_BLOCKS, AESNoise, Scratch
 

@@ -16,7 +16,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from murmuration.accounting.plan import CURVATURE, SLOPE, PrivacyPlan
+from murmuration.accounting.metrics import CURVATURE, SLOPE
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.privacy import LossProbes
 
 STATE = "probed_rate"
@@ -70,8 +71,7 @@ class ProbedRate:
         """As a phase begins, or with the state of its checkpoint; None without probes."""
         if settings is None:
             return None
-        probing = plan.divisor * (1 - (plan.held_out or 0.0))  # by which `MetricRelease` divides
-        noise = {metric.name: metric.std / probing for metric in plan.metrics}
+        noise = {metric.name: metric.std / metric.expected(plan.divisor, plan.held_out) for metric in plan.metrics}
         rate = ProbedRate(settings.every, settings.most, settings.span, noise[SLOPE], noise[CURVATURE])
         if state is not None:
             rate.restore(state)
