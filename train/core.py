@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from murmuration.accounting.keys import Derive, Purpose
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
@@ -22,7 +21,6 @@ from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.root import Run
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
@@ -41,6 +39,10 @@ from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records
+
+if TYPE_CHECKING:
+    from murmuration.accounting.ledger.journal import Journal
+    from murmuration.train.config.root import Run
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from murmuration.train.clip.isolated import kept_of_records
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.privacy import Privacy
-from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks

@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
 
 from murmuration.accounting.keys import Derive
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
@@ -39,6 +39,9 @@ from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
 from murmuration.train.step import PrivateStep, Records, StepSummary
+
+if TYPE_CHECKING:
+    from murmuration.accounting.ledger.journal import Journal
 
 
 class PrivatePhase:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.poisson import Draw, Ids
 from murmuration.data.store.place import UnreadableError
@@ -28,6 +27,9 @@ from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_r
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
+
+if TYPE_CHECKING:  # the journal brings the accountant, which no step needs
+    from murmuration.accounting.ledger.journal import Journal
 
 D = TypeVar("D", bound=Ids)
 MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]

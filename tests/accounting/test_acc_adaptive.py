@@ -236,7 +236,7 @@ def test_a_plan_with_adaptive_clipping_goes_through_json_and_cannot_do_without_i
     assert PrivacyPlan(**json.loads(json.dumps(ADAPTIVE.as_dict()))) == ADAPTIVE
     with pytest.raises(PlanError, match="is a ClippedShare"):
         PlannedMetric(METRIC, 0.5, 7.0)
-    with pytest.raises(PlanError, match="by 0.5, not by 1.0"):
+    with pytest.raises(PlanError, match=r"by 0\.5, not by 1\.0"):
         replace(COUNT, bound=1.0)
     with pytest.raises(PlanError, match="outside the bounds"):
         replace(ADAPTIVE, clip_norm=1000.0)
