@@ -38,10 +38,9 @@ from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
-from murmuration.train.step import PrivateStep, Records
+from murmuration.train.step import PrivateStep, Records, StepLedger
 
 if TYPE_CHECKING:
-    from murmuration.accounting.ledger.journal import Journal
     from murmuration.train.config.root import Run
 
 
@@ -127,7 +126,7 @@ class PrivateCore:
         return SharedSampler(self.sampler(), ranks.rank, ranks.world, ranks.gather_apart())
 
     def step(
-        self, phase: int, journal: Journal | None, records: Records[Draw], stop: StopRequest, *,
+        self, phase: int, journal: StepLedger | None, records: Records[Draw], stop: StopRequest, *,
         stepping: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
         probes: Callable[[int], bool] | None = None,
     ) -> PrivateStep:  # fmt: skip

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
@@ -38,10 +37,7 @@ from murmuration.train.optim.probed_rate import ProbedRate
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
-from murmuration.train.step import PrivateStep, Records, StepSummary
-
-if TYPE_CHECKING:
-    from murmuration.accounting.ledger.journal import Journal
+from murmuration.train.step import PrivateStep, Records, StepLedger, StepSummary
 
 
 class PrivatePhase:
@@ -97,7 +93,7 @@ class PrivatePhase:
         return self.loader
 
     def begin(
-        self, journal: Journal | None, stop: StopRequest, records: Records[Draw] | None = None, *,
+        self, journal: StepLedger | None, stop: StopRequest, records: Records[Draw] | None = None, *,
         mixing: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
         probes: Callable[[int], bool] | None = None,
     ) -> PrivateStep:  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_r
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
-
-if TYPE_CHECKING:  # the journal brings the accountant, which no step needs
-    from murmuration.accounting.ledger.journal import Journal
 
 D = TypeVar("D", bound=Ids)
 MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]
@@ -63,9 +60,20 @@ def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBat
     return guarded
 
 
+class StepLedger(Protocol):
+    """What a step asks of the ledger (`accounting/ledger/journal.py`)."""
+
+    def open_step(self, phase: int, step: int, facts: StepFacts) -> None: ...
+
+    def settle(self) -> None:
+        """Waits until the disk has what was opened."""
+
+    def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None: ...
+
+
 class PrivateStep:
     def __init__(
-        self, phase: int, journal: Journal | None, records: Records[Draw], clip: ClipEngine, noise: Noise,
+        self, phase: int, journal: StepLedger | None, records: Records[Draw], clip: ClipEngine, noise: Noise,
         engine: Engine, ranks: Ranks, stop: StopRequest, metrics: MetricRelease | None = None,
         norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
@@ -177,7 +185,7 @@ def _fetched(parts: list[Tensor]) -> Tensor:
 
 
 class StepRecord:
-    def __init__(self, phase: int, journal: Journal | None, ranks: Ranks, metrics: MetricRelease | None) -> None:
+    def __init__(self, phase: int, journal: StepLedger | None, ranks: Ranks, metrics: MetricRelease | None) -> None:
         self.phase, self.ranks, self.metrics = phase, ranks, metrics
         self.journal = journal
 
@@ -205,7 +213,7 @@ class StepRecord:
         return self.ranks.on_main(lambda: self._ledger.commit_step(self.phase, step, facts, share))
 
     @property
-    def _ledger(self) -> Journal:
+    def _ledger(self) -> StepLedger:
         assert self.journal is not None, "the main rank holds the ledger"
         return self.journal
 
