@@ -54,11 +54,11 @@ from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import evaluating, modes_of
 from murmuration.train.engines.choose import EngineSettings, start_ranks
-from murmuration.train.optim.probed_rate import STATE, ProbedRate
+from murmuration.train.optim.probed_rate import STATE, ProbedRate, state_of
 from murmuration.train.optim.rates import rates_of, sound
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
-from murmuration.train.private_phase import PrivatePhase, ProbedStep
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import SyntheticRecords
@@ -68,11 +68,12 @@ from murmuration.train.start import INNER, Public, started
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.certify import certify
-from murmuration.train.storage.checkpoint import Keep, Position
+from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.micro_batch_file import keep, kept
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.saving import Saving
 from murmuration.train.storage.sibling_runs import RunLog
 
 PHASE, NAME = 0, "training"
@@ -298,6 +299,7 @@ class PrivateTraining:
         self._held: Held | None = None
         self._kept = set[int]()
         self._board: Board | None = None
+        self._probed: ProbedRate | None = None
         self._busy, self._closed = threading.Lock(), False
         try:
             self._loaded = self._run.latest() if self._run.secret is not None else None
@@ -464,7 +466,7 @@ class PrivateTraining:
         self._probed = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
         phase.begin(
             run.journal, self._stop, first_norm=run.first_norm(PHASE, self.plan, self._loaded),
-            probes=None if self._probed is None else self._probed.probes,
+            rate=self._probed,
         )  # fmt: skip
         self._pace = Pace(self.plan.divisor, public=False, synthetic=report.records_per_second)
         return report
@@ -546,8 +548,7 @@ class PrivateTraining:
         # Until all is done: whatever ends a step in its middle, its noise is never added to a second gradient.
         self._failed = number
         try:
-            step = phase.step if self._probed is None else ProbedStep(phase.step, self._probed).run
-            summary = step(number, learning_rate)
+            summary = phase.step(number, learning_rate)
             self._run.burn(number)
         except (Stopped, BudgetSpent):  # nothing reached the weights
             phase.engine.discard()
@@ -589,19 +590,17 @@ class PrivateTraining:
         self._require_sound()
         if kept := kept_of_records() - self._kept:
             raise LedgerError(f"{len(kept)} tensors of records are still held somewhere; let forward() keep nothing")
-        run, engine = self._run, self.phase.engine
-        header = self.ranks.on_main(lambda: run.header(PHASE, self._data, "own"))
-        if self.phase.made is not None and self._probed is not None:
-            header |= {STATE: self._probed.state()}
-        digest = run.checkpoints.save(
-            Position(PHASE, self.done), engine, self._engine_settings.ranks_per_copy, header,
-            lambda found: run.writer.checkpointed(PHASE, self.done, found),
-        )  # fmt: skip
-        run.forget(self.done)
-        if self.phase.made is not None:
-            self._bad.add(NAME, self._reader.bad_reasons)
+        engine, copies = self.phase.engine, self._engine_settings.ranks_per_copy
+        digest = Saving.of(self._run, PHASE, engine, copies, self._header, self._list_unusable).save(self.done)
         self.saved = self.done
         return digest
+
+    def _header(self) -> dict[str, Any]:
+        return self._run.header(PHASE, self._data, "own") | state_of(self._probed)
+
+    def _list_unusable(self) -> None:
+        if self._phase is not None and self._phase.made is not None:
+            self._bad.add(NAME, self._reader.bad_reasons)
 
     def epsilon(self) -> float:
         """What the ledger has charged so far: every step that began."""
@@ -662,8 +661,7 @@ class PrivateTraining:
             return
         self._closed = True
         if self._phase is not None:
-            if self._phase.made is not None:
-                self._bad.add(NAME, self._reader.bad_reasons)
+            self._list_unusable()
             self._phase.close()
             if self._phase.made is not None:
                 self._stop.restore()

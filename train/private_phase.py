@@ -70,6 +70,8 @@ class PrivatePhase:
         self.loader: Loader[Draw] | None = None
         self.made: PrivateStep | None = None
         """The step of this phase, once `begin` has put it together."""
+        self.stepping: PrivateStep | ProbedStep | None = None
+        """The same, at learning rates that may follow probes."""
 
     def again(self, plan: PrivacyPlan, keys: Derive, begun_after: int = 0) -> PrivatePhase:
         """The same model in the same engine, under another plan or other keys; this phase still owns the engine."""
@@ -95,18 +97,20 @@ class PrivatePhase:
     def begin(
         self, journal: StepLedger | None, stop: StopRequest, records: Records[Draw] | None = None, *,
         mixing: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
-        probes: Callable[[int], bool] | None = None,
+        rate: ProbedRate | None = None,
     ) -> PrivateStep:  # fmt: skip
         """Puts the step together. `records`: where they come from instead of what was fed. `mixing`: the engine with
         what is mixed into its updates. `first_norm`: C of the next step, where C adapts. `noise`: an audit's own.
-        `probes`: which steps also measure the loss along the last move."""
+        `rate`: what the learning rate follows, from probes of the loss."""
         if records is None:
             assert self.loader is not None, "feed() comes first"
             records = Records(self.loader.draw, self.loader.micro_batches).until_unreadable(stop)
         self._at_end.callback(self.core.close)
         self.made = self.core.step(
-            self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise, probes=probes
-        )
+            self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise,
+            probes=None if rate is None else rate.probes,
+        )  # fmt: skip
+        self.stepping = self.made if rate is None else ProbedStep(self.made.run, rate)
         return self.made
 
     def drawn(self, number: int) -> np.ndarray:
@@ -116,9 +120,9 @@ class PrivatePhase:
 
     def step(self, number: int, learning_rate: float) -> StepSummary:
         """One private step. What it returns is PRIVATE: losses and norms of the drawn records, without noise."""
-        if self.made is None:
+        if self.stepping is None:
             raise SelfTestError("no step is taken before prove() has passed; call it first")
-        return self.made.run(number, learning_rate)
+        return self.stepping.run(number, learning_rate)
 
     def close(self) -> None:
         self._at_end.close()

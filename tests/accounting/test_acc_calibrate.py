@@ -99,7 +99,7 @@ def test_few_points_are_accounted_for_in_full_even_far_out(
         return epsilon(events, *others)
 
     monkeypatch.setattr(calibrate, "epsilon", counted)
-    sigma = calibrate_sigma.__wrapped__(rate, steps, target, delta)
+    sigma = calibrate_sigma.__wrapped__(Event(rate, 1.0, steps), target, delta)
     assert len(asked) <= 10
     spent, above = (epsilon([Event(rate, each, steps)], delta) for each in (sigma, round(sigma - 1e-5, 5)))
     assert spent <= target * (1 - MARGIN) < above
@@ -119,7 +119,7 @@ def test_the_quick_bound_lies_above_the_accounted_epsilon_and_close(event: Event
 @pytest.mark.parametrize("by", ["quick", "pld"])
 def test_only_too_little_noise_explains_that_there_is_no_answer(by: calibrate.By) -> None:
     """An accountant that has none with a noise multiplier above 50 either says why, and not that noise is missing."""
-    ladder = calibrate._SigmaLadder(0.5, 2, 8.0, 1e-38, digits=2)
+    ladder = calibrate._SigmaLadder(Event(0.5, 1.0, 2), 8.0, 1e-38, digits=2)
     assert ladder.excess(1, by) == ladder.excess(4_900, by) == math.inf
     with pytest.raises(AccountingError, match="too small for PLD accounting"):
         ladder.excess(5_100, by)

@@ -20,8 +20,9 @@ from murmuration.train.distributed.stop import Stopped
 from murmuration.train.public.monitor import MonitorReading
 from murmuration.train.run import phase as module
 from murmuration.train.run.phase import Spent
-from murmuration.train.run.trainer import Saving, Trainer, Watching
+from murmuration.train.run.trainer import Trainer, Watching
 from murmuration.train.step import StepSummary
+from murmuration.train.storage.saving import Saving
 from tests.support.acc_world import PLAN, begin, facts, train
 from tests.support.train_helpers import alone
 
@@ -42,7 +43,7 @@ class Loop:
             "step": SimpleNamespace(run=self.one),
             "engine": SimpleNamespace(discard=lambda: self.said.append("discard")),
             "saving": Saving(
-                SimpleNamespace(begin=self.begin, settle=self.settle), 2, lag, True, dict,  # pyright: ignore
+                SimpleNamespace(begin=self.begin, settle=self.settle), alone(), 0, None, True, dict,  # pyright: ignore
                 lambda step, digest: self.said.append(("ledger", step, digest)),
             ),
             "watching": Watching(
@@ -61,7 +62,7 @@ class Loop:
         }  # fmt: skip
         self.evaluator: Any = parts["watching"].evaluator
         self.trainer = Trainer(
-            ranks=alone(), log_every=99, clip_bound=None, spent=lambda: None, budget=None, **parts
+            ranks=alone(), every=2, lag=lag, log_every=99, clip_bound=None, spent=lambda: None, budget=None, **parts
         )  # fmt: skip
 
     def one(self, step: int, rate: float) -> StepSummary:

@@ -433,7 +433,7 @@ def _world(
     private.feed(reader)
     run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(private.core.noise("noise")))
-    real = private.begin(run.writer, run.stop, noise=noise, probes=rate.probes if rate is not None else None)
+    real = private.begin(run.writer, run.stop, noise=noise, rate=rate)
     step: Leading | Following = Leading(real)
     if leader is not None and isinstance(leader.step, Leading):
         step = Following(real, engine, leader.step, leader.engine)

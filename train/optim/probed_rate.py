@@ -112,4 +112,9 @@ class ProbedRate:
         return 1 / most if falls < -TRUSTED * self.slope.doubt(self.slope_noise) else most
 
 
+def state_of(rate: ProbedRate | None) -> dict[str, Any]:
+    """What a checkpoint's manifest says of it."""
+    return {} if rate is None else {STATE: rate.state()}
+
+
 RELEASED = (f"noised_{SLOPE}", f"noised_{CURVATURE}")

@@ -47,8 +47,8 @@ from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.optim.probed_rate import STATE, ProbedRate
-from murmuration.train.private_phase import PrivatePhase, ProbedStep
+from murmuration.train.optim.probed_rate import STATE, ProbedRate, state_of
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.pixels import IMAGENET, in_words
@@ -61,10 +61,11 @@ from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
 from murmuration.train.run.early_end import Ending
 from murmuration.train.run.public_mixing import MixingEngine
-from murmuration.train.run.trainer import Saving, Step, Trainer, Watching
+from murmuration.train.run.trainer import Step, Trainer, Watching
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.step import PlainStep, Records
 from murmuration.train.storage.checkpoint import Loaded, Position
+from murmuration.train.storage.saving import Saving
 
 
 def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:
@@ -115,15 +116,14 @@ def train_privately(
             at_end.callback(mixing.close_public)
         step = private.begin(
             run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, own),
-            probes=rate.probes if rate is not None else None,
+            rate=rate,
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
         watching = watching_of(run, phase, private.engine, derive, private.clip, plan, step.norm)
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
-        followed = step if rate is None else ProbedStep(step.run, rate)
         trainer_of(
-            run, phase, followed, private.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader),
-            rate,
+            run, phase, private.stepping or step, private.engine, pace, watching, plan, rule.bound, done,
+            _lister(run, phase, reader), rate,
         ).run(done)  # fmt: skip
 
 
@@ -241,17 +241,14 @@ def trainer_of(
     plan: PrivacyPlan | None, clip_bound: float | None, done: int, list_unusable: Callable[[], None] = lambda: None,
     rate: ProbedRate | None = None,
 ) -> Trainer:  # fmt: skip
-    config, number = run.config.run, phase.number
-    saving = Saving(
-        run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).ranks_per_copy,
-        header=lambda: header(run, phase) | ({} if rate is None else {STATE: rate.state()}),
-        checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest), forget=run.forget,
-        list_unusable=list_unusable,
+    config, copies = run.config.run, EngineSettings.of(run.config).ranks_per_copy
+    saving = Saving.of(
+        run, phase.number, engine, copies, lambda: header(run, phase) | state_of(rate), list_unusable
     )  # fmt: skip
     return Trainer(
         phase, step, engine, run.ranks, run.board, pace, saving, watching,
-        Ending.of(phase, run.folder, run.ranks, done), log_every=config.log_every, clip_bound=clip_bound,
-        budget=plan.epsilon_budget if plan else None,
+        Ending.of(phase, run.folder, run.ranks, done), every=config.checkpoint_every, lag=config.checkpoint_lag,
+        log_every=config.log_every, clip_bound=clip_bound, budget=plan.epsilon_budget if plan else None,
         spent=Spent(lambda: run.writer.history, config.log_every) if plan else lambda: None,
     )  # fmt: skip
 
