@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.metrics import ACCURACY, PlannedMetric
+from murmuration.accounting.metrics import ACCURACY, HeldOutAccuracy, PlannedMetric
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import HELD_OUT, HeldOutReader, is_held_out, marking
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch
@@ -21,7 +21,7 @@ from murmuration.model.classifier import Classifier
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.section import RecipeError
-from murmuration.train.engines.held_out import HeldOutAccuracy
+from murmuration.train.engines.held_out import HeldOutCount
 from murmuration.train.noise.metrics import MetricRelease
 from tests.support.config_base import plan_of, private_phase
 from tests.support.step_world import METRIC_KEY
@@ -82,7 +82,7 @@ def through(batch: MicroBatch, plan: PrivacyPlan) -> tuple[MicroBatch, dict[str,
         del ids, step
         yield batch
 
-    (rest,) = HeldOutAccuracy(engine_of(Answers()), release).around(batches)(np.arange(4), 1)
+    (rest,) = HeldOutCount(engine_of(Answers()), release).around(batches)(np.arange(4), 1)
     ones = torch.ones(len(rest.present))
     release.add(rest.present, Observation(ones, ones, 1.0), bound=1.0)
     return rest, release.release(1)
@@ -132,15 +132,15 @@ def test_the_reader_marks_by_record_number() -> None:
     )  # fmt: skip
     found = HeldOutReader(inner, SHARE).fetch(np.array([2, 3, 4, -1]), 1)
     assert found.batch.inputs[HELD_OUT].tolist() == [True, False, True, False]
-    assert found.batch.present.tolist() == [True, True, True, False] and marking(inner, None) is inner
+    assert found.batch.present.tolist() == [True, True, True, False] and marking(inner, 0.0) is inner
 
 
 def test_a_sharded_model_and_what_is_no_classifier_are_refused() -> None:
     release = MetricRelease(METRIC_KEY, quiet_plan(), ranks=alone())
     with pytest.raises(RecipeError, match="use ZeRO 0, 1 or 2"):
-        HeldOutAccuracy(engine_of(Answers(), partitioned=True), release)
+        HeldOutCount(engine_of(Answers(), partitioned=True), release)
     with pytest.raises(RecipeError, match="objective classify"):
-        HeldOutAccuracy(engine_of(nn.Linear(1, 1)), release)
+        HeldOutCount(engine_of(nn.Linear(1, 1)), release)
 
 
 def test_a_plan_tells_the_share_where_there_is_one() -> None:
