@@ -32,7 +32,7 @@ from murmuration.data.text.encoder import TextEncoder, word_tokenizer  # noqa: E
 from murmuration.model.build import build  # noqa: E402
 from murmuration.model.settings import ModelSettings, Shape  # noqa: E402
 from murmuration.train.clip.rule import ClipRule  # noqa: E402
-from murmuration.train.commands.exits import leave  # noqa: E402
+from murmuration.train.commands.exit_codes import leave  # noqa: E402
 from murmuration.train.config.optimizer import Optimizer  # noqa: E402
 from murmuration.train.config.zero_optimization import ZeroOptimization  # noqa: E402
 from murmuration.train.core import Computation, clipping_engine  # noqa: E402

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -23,7 +22,7 @@ from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
 from murmuration.train.config.zero_optimization import ZeroOptimization
 
-__all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroShot", "json_schema", "run_dir_of"]
+__all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroShot", "json_schema"]
 
 
 class About(Section):
@@ -369,7 +368,3 @@ def json_schema() -> dict[str, Any]:
     phase["if"] = {"properties": {"data": {"properties": {"source": {"const": "checkpoint"}}, "required": ["source"]}}}
     phase["else"] = {"required": ["objective"]}
     return schema
-
-
-def run_dir_of(config: Config, config_path: Path) -> Path:
-    return Path(config.run.dir) if config.run.dir else Path.cwd() / "runs" / config_path.stem
