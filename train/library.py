@@ -54,7 +54,7 @@ from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import evaluating, modes_of
 from murmuration.train.engines.choose import EngineSettings, start_ranks
-from murmuration.train.optim.probed_rate import STATE, ProbedRate, state_of
+from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.rates import rates_of, sound
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
@@ -73,7 +73,6 @@ from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.micro_batch_file import keep, kept
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
-from murmuration.train.storage.saving import Saving
 from murmuration.train.storage.sibling_runs import RunLog
 
 PHASE, NAME = 0, "training"
@@ -299,7 +298,6 @@ class PrivateTraining:
         self._held: Held | None = None
         self._kept = set[int]()
         self._board: Board | None = None
-        self._probed: ProbedRate | None = None
         self._busy, self._closed = threading.Lock(), False
         try:
             self._loaded = self._run.latest() if self._run.secret is not None else None
@@ -381,9 +379,13 @@ class PrivateTraining:
         )
         self._modes = modes_of(self._model)
         keys = self._run.derive(PHASE, segment, self.done)
+        rate = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
         self._phase = PrivatePhase(
             self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine_settings, settings.computation,
-            begun_after=segment.from_step, keeps_before=privacy.loss_probes is not None,
+            begun_after=segment.from_step, rate=rate,
+        )  # fmt: skip
+        self._saving = self._phase.saving(
+            self._run, lambda: self._run.header(PHASE, self._data, "own"), self._list_unusable
         )  # fmt: skip
         self._unit_key = keys("augmentation") if self._table is not None else b""
         self._begun_with = Held.by(self._model)
@@ -463,11 +465,7 @@ class PrivateTraining:
         self._bad = BadRecordList(run.folder, self.ranks.rank)
         self._stop = StopRequest(run.folder.stop_file)
         phase.feed(reader)
-        self._probed = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
-        phase.begin(
-            run.journal, self._stop, first_norm=run.first_norm(PHASE, self.plan, self._loaded),
-            rate=self._probed,
-        )  # fmt: skip
+        phase.begin(run.journal, self._stop, first_norm=run.first_norm(PHASE, self.plan, self._loaded))
         self._pace = Pace(self.plan.divisor, public=False, synthetic=report.records_per_second)
         return report
 
@@ -590,13 +588,9 @@ class PrivateTraining:
         self._require_sound()
         if kept := kept_of_records() - self._kept:
             raise LedgerError(f"{len(kept)} tensors of records are still held somewhere; let forward() keep nothing")
-        engine, copies = self.phase.engine, self._engine_settings.ranks_per_copy
-        digest = Saving.of(self._run, PHASE, engine, copies, self._header, self._list_unusable).save(self.done)
+        digest = self._saving.save(self.done)
         self.saved = self.done
         return digest
-
-    def _header(self) -> dict[str, Any]:
-        return self._run.header(PHASE, self._data, "own") | state_of(self._probed)
 
     def _list_unusable(self) -> None:
         if self._phase is not None and self._phase.made is not None:

@@ -62,6 +62,7 @@ from murmuration.train.private_phase import PrivatePhase, ProbedStep
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
+from murmuration.train.run.declare import header
 from murmuration.train.run.phase import probed_rate, trainer_of, watching_of
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
@@ -418,7 +419,7 @@ def _world(
     rate = probed_rate(phase, plan)
     private = PrivatePhase(
         plan, model, rule, phase.settings.optimizer, derive, ranks, EngineSettings("local", config.micro_batch),
-        Computation.of(config.run), number=phase.number, around_engine=SummedEngine, keeps_before=rate is not None,
+        Computation.of(config.run), number=phase.number, around_engine=SummedEngine, rate=rate,
     )  # fmt: skip
     engine = private.engine
     assert isinstance(engine, SummedEngine)
@@ -433,14 +434,15 @@ def _world(
     private.feed(reader)
     run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(private.core.noise("noise")))
-    real = private.begin(run.writer, run.stop, noise=noise, rate=rate)
+    real = private.begin(run.writer, run.stop, noise=noise)
     step: Leading | Following = Leading(real)
     if leader is not None and isinstance(leader.step, Leading):
         step = Following(real, engine, leader.step, leader.engine)
     watching = watching_of(run, phase, engine, derive, private.clip, plan, real.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
     probed = step if rate is None else ProbedStep(step.run, rate)  # outermost: both follow the first training's rate
-    trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0)
+    saving = private.saving(run, lambda: header(run, phase), lambda: None)
+    trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0, saving)
     return World(run, private, step, noise, trainer.pausing(0))
 
 

@@ -47,7 +47,7 @@ from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
-from murmuration.train.optim.probed_rate import STATE, ProbedRate, state_of
+from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
@@ -95,14 +95,14 @@ def train_privately(
         require_same_records(run, phase, segment, done, sampler=None)
     derive = run.derive(number, segment, done)
     rule, own = clip_rule(privacy, plan, config.micro_batch), loaded if resumed else None
-    rate = probed_rate(phase, plan, own)
     with ExitStack() as at_end:
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
         private = at_end.enter_context(
             PrivatePhase(
                 plan, model, rule, settings.optimizer, derive, run.ranks, EngineSettings.of(config),
-                Computation.of(config.run), number=number, begun_after=segment.from_step, keeps_before=rate is not None,
+                Computation.of(config.run), number=number, begun_after=segment.from_step,
+                rate=probed_rate(phase, plan, own),
             )
         )  # fmt: skip
         _note_memory(run, phase, private.forward.kept_from_swap)
@@ -115,15 +115,14 @@ def train_privately(
             mixing = MixingEngine.of(run, phase, plan.divisor, private.engine, derive("public-order"))
             at_end.callback(mixing.close_public)
         step = private.begin(
-            run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, own),
-            rate=rate,
+            run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, own)
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
         watching = watching_of(run, phase, private.engine, derive, private.clip, plan, step.norm)
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
+        saving = private.saving(run, lambda: header(run, phase), _lister(run, phase, reader))
         trainer_of(
-            run, phase, private.stepping or step, private.engine, pace, watching, plan, rule.bound, done,
-            _lister(run, phase, reader), rate,
+            run, phase, private.stepping or step, private.engine, pace, watching, plan, rule.bound, done, saving
         ).run(done)  # fmt: skip
 
 
@@ -164,7 +163,9 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         _restore(loaded, resumed, engine, settings.optimizer.carry)
         watching = watching_of(run, phase, engine, derive, None, None)
         pace = _pace(run, loader, batch, settings.data.public)
-        trainer_of(run, phase, step, engine, pace, watching, None, None, done, _lister(run, phase, reader)).run(done)
+        copies, lister = EngineSettings.of(config).ranks_per_copy, _lister(run, phase, reader)
+        saving = Saving.of(run, phase.number, engine, copies, lambda: header(run, phase), lister)
+        trainer_of(run, phase, step, engine, pace, watching, None, None, done, saving).run(done)
 
 
 def _reader(
@@ -238,13 +239,9 @@ def watching_of(
 
 def trainer_of(
     run: RunContext, phase: ReadyPhase, step: Step, engine: Engine, pace: Pace, watching: Watching,
-    plan: PrivacyPlan | None, clip_bound: float | None, done: int, list_unusable: Callable[[], None] = lambda: None,
-    rate: ProbedRate | None = None,
+    plan: PrivacyPlan | None, clip_bound: float | None, done: int, saving: Saving,
 ) -> Trainer:  # fmt: skip
-    config, copies = run.config.run, EngineSettings.of(run.config).ranks_per_copy
-    saving = Saving.of(
-        run, phase.number, engine, copies, lambda: header(run, phase) | state_of(rate), list_unusable
-    )  # fmt: skip
+    config = run.config.run
     return Trainer(
         phase, step, engine, run.ranks, run.board, pace, saving, watching,
         Ending.of(phase, run.folder, run.ranks, done), every=config.checkpoint_every, lag=config.checkpoint_lag,
