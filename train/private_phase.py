@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -40,8 +40,10 @@ from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
 from murmuration.train.step import PrivateStep, Records, StepLedger, StepSummary
-from murmuration.train.storage.open_run import OpenRun
 from murmuration.train.storage.saving import Saving
+
+if TYPE_CHECKING:
+    from murmuration.train.storage.open_run import OpenRun
 
 
 class PrivatePhase:

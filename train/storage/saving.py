@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine
 from murmuration.train.storage.checkpoint import Checkpoints, Position
-from murmuration.train.storage.open_run import OpenRun
+
+if TYPE_CHECKING:
+    from murmuration.train.storage.open_run import OpenRun
 
 
 @dataclass
