@@ -44,7 +44,6 @@ class BandedNoise(Noise):
     """The matrix B of one block; frozen in the plan, from which anyone can recompute its sensitivity."""
 
     __pydantic_config__ = CLOSED
-    mechanism = "bands"
     sentence = (
         "; where a plan's noise is `banded`: records take turns by their number, each step draws from one part, and "
         "its noise is the matrix' weighted sum of keyed Gaussian draws of the steps of its block so far, so that a "

@@ -16,7 +16,7 @@ from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
-from murmuration.accounting.plan import AnyNoise, PrivacyPlan, parse_delta, require_together
+from murmuration.accounting.plan import MECHANISMS, AnyNoise, PrivacyPlan, parse_delta, require_together
 from murmuration.accounting.sampling import SamplingKind, make_sampling
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
@@ -65,15 +65,14 @@ class PlanRequest:
     def mechanisms(self) -> frozenset[str]:
         """As `plan.APART` names them."""
         chosen = {
-            "bands": self.bands > 1,
-            "allocation": self.sampling == "allocation",
+            "banded": self.bands > 1,
             "exact": self.exact,
             "adaptive": self.adaptive is not None,
             "metrics": bool(self.metrics) or self.loss_probes is not None,
             "units": self.units is not None,
             "tan": self.tan is not None,
         }
-        named = {metric.mechanism for metric in self.metrics}
+        named = {self.sampling, *(metric.mechanism for metric in self.metrics)} & MECHANISMS.keys()
         return frozenset(name for name, given in chosen.items() if given) | named
 
     def released(self) -> tuple[PlannedMetric, ...]:

@@ -36,8 +36,6 @@ class CorrelationFact:
 class Noise:
     """What all forms have in common: independent draws at every step, in floating point."""
 
-    mechanism: ClassVar[str | None] = None
-    """What refusals call it (`plan.MECHANISMS`); None for noise that goes with everything."""
     bands: int = 1
     """How many steps use each other's draws, and into how many parts the records are dealt."""
     growth: float = 0.0
@@ -86,7 +84,6 @@ class ExactGrid(Noise):
     """Sums are rounded to a grid before noise in whole numbers of its steps (`train/noise/exact.py`)."""
 
     __pydantic_config__ = CLOSED
-    mechanism = "exact"
     growth: float = GRID_GROWTH
     """Rounding may add this share of C (and of a metric's bound) to one record's effect. All noise multipliers are
     charged as that much smaller."""

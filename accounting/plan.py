@@ -16,7 +16,7 @@ from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.metrics import AnyMetric, ClippedShare, HeldOutAccuracy, metric_of_dict
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
-from murmuration.accounting.sampling import AnySampling, RandomAllocation, sampling_of_dict
+from murmuration.accounting.sampling import AnySampling, sampling_of_dict
 from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
@@ -26,7 +26,7 @@ UNIT, ADJACENCY = unit_in_words(None), adjacency_in_words(None)
 # What goes together and what does not, for config, library and planner alike.
 
 MECHANISMS = {
-    "bands": "correlated noise (privacy.noise)",
+    "banded": "correlated noise (privacy.noise)",
     "allocation": "random allocation (privacy.sampling)",
     "exact": "exact noise (run.noise)",
     "tan": "a TAN simulation (privacy.tan)",
@@ -49,12 +49,12 @@ MECHANISMS = {
 _INDEPENDENT = "the latter needs the same independent noise at all steps"
 _ONE_STEP = "the former is one step over all records, before which there is no model"
 APART = {
-    ("bands", "exact"): "exact noise is whole numbers, and weighted sums of them are not",
-    ("bands", "tan"): "the latter scales the independent noise of steps",
-    ("bands", "noise_floor"): _INDEPENDENT,
-    ("bands", "monitor"): _INDEPENDENT,
-    ("bands", "keep_key"): "the secret file contains the keys of the last block's steps, whose weights were released",
-    ("allocation", "bands"): "the former is proved for independent noise",
+    ("banded", "exact"): "exact noise is whole numbers, and weighted sums of them are not",
+    ("banded", "tan"): "the latter scales the independent noise of steps",
+    ("banded", "noise_floor"): _INDEPENDENT,
+    ("banded", "monitor"): _INDEPENDENT,
+    ("banded", "keep_key"): "the secret file contains the keys of the last block's steps, whose weights were released",
+    ("allocation", "banded"): "the former is proved for independent noise",
     ("allocation", "tan"): "the latter is proved for Poisson samples",
     ("allocation", "monitor"): "the latter's advice is for Poisson samples",
     ("allocation", "until_budget"): "records are allocated to a fixed number of steps; give steps or epochs",
@@ -72,7 +72,7 @@ APART = {
     ("units", "features"): "the latter are of single records",
     ("statistics", "units"): "the former adds up single records",
     ("statistics", "views"): "the former sees each record once",
-    ("statistics", "bands"): _ONE_STEP,
+    ("statistics", "banded"): _ONE_STEP,
     ("statistics", "allocation"): _ONE_STEP,
     ("statistics", "metrics"): _ONE_STEP,
     ("statistics", "tan"): _ONE_STEP,
@@ -172,15 +172,13 @@ class PrivacyPlan:
     def mechanisms(self) -> frozenset[str]:
         """Those of `MECHANISMS` that a plan knows of."""
         chosen = {
-            "allocation": isinstance(self.sampling, RandomAllocation),
             "tan": self.stands_for is not None,
             "metrics": bool(self.metrics),
             "units": self.units is not None,
             "views": self.views > 1,
         }
-        return frozenset(name for name, there in chosen.items() if there) | {
-            *(metric.mechanism for metric in self.metrics), *({self.noise.mechanism} - {None})
-        }  # fmt: skip
+        parts = {self.noise.kind, self.sampling.kind, *(metric.mechanism for metric in self.metrics)}
+        return frozenset(name for name, there in chosen.items() if there) | (parts & MECHANISMS.keys())
 
     @property
     def adaptive(self) -> AdaptiveRule | None:

@@ -22,7 +22,7 @@ def asked_sampling(arguments: argparse.Namespace, batch: float, steps: int) -> A
     bands = arguments.bands
     if bands > min(arguments.n, steps):
         raise PlanError(f"--bands {bands} needs as many records and steps, not {arguments.n} and {steps}")
-    kind = "allocation" if arguments.sampling == "allocation" else "poisson"
+    kind = "poisson" if arguments.sampling == "shuffled" else arguments.sampling
     return make_sampling(kind, arguments.n, batch, steps, bands)
 
 

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from murmuration.accounting.banded import MOST_BANDS
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
+from murmuration.accounting.plan import MECHANISMS
+from murmuration.accounting.sampling import SamplingKind
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
 
@@ -171,7 +173,7 @@ class Privacy(Section):
         description="q·n, the expected number of records per step: the constant by which every noised sum is divided. "
         "all: every record in every step.",
     )
-    sampling: Literal["poisson", "allocation"] = Field(
+    sampling: SamplingKind = Field(
         default="poisson",
         description="Who takes part in a step. poisson: each record, independently, with probability q. allocation: "
         "the steps are cut into epochs, in each of which every record takes part in exactly one step, so that "
@@ -219,8 +221,7 @@ class Privacy(Section):
     def mechanisms(self) -> frozenset[str]:
         """As `accounting.plan.MECHANISMS` names them."""
         chosen = {
-            "bands": self.noise is not None,
-            "allocation": self.sampling == "allocation",
+            "banded": self.noise is not None,
             "tan": self.tan is not None,
             "adaptive": self.clip.adaptive is not None,
             "automatic": self.clip.kind == "automatic",
@@ -229,7 +230,7 @@ class Privacy(Section):
             "metrics": bool(self.release) or self.loss_probes is not None,
             "views": self.views > 1,
         }
-        return frozenset(name for name, given in chosen.items() if given)
+        return frozenset(name for name, given in chosen.items() if given) | ({self.sampling} & MECHANISMS.keys())
 
     def request(self, records: int, steps: int, exact: bool = False) -> PlanRequest:
         """What this asks of a plan for so many records, or units. `exact`: for exact noise."""
