@@ -135,9 +135,9 @@ class PrivateCore:
         own."""
         if noise is None:
             noise = self.noise("noise")
-            if self._source.ahead:
+            if (ahead := self._source.ahead) is not None:
                 fragments = [fragment for shard in self.engine.shards() for fragment in shard.fragments]
-                noise = self._ahead = NoiseAhead(noise, fragments)
+                noise = self._ahead = ahead(noise, fragments)
         metrics = norm = None
         if self.plan.metrics:
             metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, self._source.of_metric)

@@ -11,24 +11,26 @@ from murmuration.accounting.metrics import PlannedMetric
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
+from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import AESNoise, Noise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.exact import ExactNoise
+from murmuration.train.noise.prefetch import NoiseAhead
 
 
 class NoiseSource(NamedTuple):
     of: Callable[[bytes | StepKey, PrivacyPlan, int], Any]
     """Of a key, the plan, and the number of elements."""
     of_metric: Callable[[bytes | StepKey, PlannedMetric, PrivacyPlan], AESNoise]
-    ahead: bool
-    """Whether the host draws it, and may do so while micro-batches compute."""
+    ahead: Callable[[Any, list[Fragment]], NoiseAhead] | None
+    """Draws it while micro-batches compute; None where the device draws it."""
 
 
 SOURCES: dict[NoiseKind, NoiseSource] = {
-    "aes": NoiseSource(lambda key, plan, _: AESNoise.of(key, plan), AESNoise.of_metric, ahead=True),
-    "chacha20": NoiseSource(lambda key, plan, _: ChaChaNoise.of(key, plan), AESNoise.of_metric, ahead=False),
-    "exact": NoiseSource(ExactNoise.of, ExactNoise.of_metric, ahead=True),
+    "aes": NoiseSource(lambda key, plan, _: AESNoise.of(key, plan), AESNoise.of_metric, NoiseAhead),
+    "chacha20": NoiseSource(lambda key, plan, _: ChaChaNoise.of(key, plan), AESNoise.of_metric, None),
+    "exact": NoiseSource(ExactNoise.of, ExactNoise.of_metric, NoiseAhead),
 }
 
 
