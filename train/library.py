@@ -364,7 +364,7 @@ class PrivateTraining:
         if micro_batch == "auto":
             micro_batch = self.ranks.on_main(lambda: kept(self._run.folder.root)) or self._fitting(rule)
             self.ranks.on_main(lambda: keep(self._run.folder.root, micro_batch))
-        self._engine_settings = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
+        engine = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
         rule = ClipRule.of(self.plan, privacy.clip.kind, privacy.clip.gamma, micro_batch, privacy.clip.grouping)
         optimizer = self._optimizer
         named = optimizer.model_dump() if isinstance(optimizer, Optimizer) else described(optimizer)
@@ -381,7 +381,7 @@ class PrivateTraining:
         keys = self._run.derive(PHASE, segment, self.done)
         rate = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
         self._phase = PrivatePhase(
-            self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine_settings, settings.computation,
+            self.plan, self._model, rule, optimizer, keys, self.ranks, engine, settings.computation,
             begun_after=segment.from_step, rate=rate,
         )  # fmt: skip
         self._saving = self._phase.saving(

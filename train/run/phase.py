@@ -64,7 +64,7 @@ from murmuration.train.run.public_mixing import MixingEngine
 from murmuration.train.run.trainer import Step, Trainer, Watching
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.step import PlainStep, Records
-from murmuration.train.storage.checkpoint import Loaded, Position
+from murmuration.train.storage.checkpoint import Loaded
 from murmuration.train.storage.saving import Saving
 
 
@@ -444,7 +444,8 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
         micro_batch = run.config.micro_batch
         evaluator = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None)
         measured, unusable = evaluator.measure(), evaluator.news_of_unusable()
-    run.checkpoints.begin(Position(phase.number, 0), engine, 1, ranks.on_main(lambda: header(run, phase)))
-    run.checkpoints.settle(lambda digest: run.writer.checkpointed(phase.number, 0, digest), measured)
+    saving = Saving.of(run, phase.number, engine, 1, lambda: header(run, phase), lambda: None)
+    saving.begin(0)
+    saving.settle(measured)
     if measured:
         run.board.measured(phase.settings, 0, measured, unusable)
