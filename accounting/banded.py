@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from murmuration.accounting.errors import PlanError
-from murmuration.accounting.noise import CorrelationFact, Noise
+from murmuration.accounting.noise import CorrelationFact, NoiseForm
 from murmuration.accounting.strict_json import CLOSED
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -40,7 +40,7 @@ CLOSE = 1e-8
 
 
 @dataclass(frozen=True)
-class BandedNoise(Noise):
+class BandedNoise(NoiseForm):
     """The matrix B of one block; frozen in the plan, from which anyone can recompute its sensitivity."""
 
     __pydantic_config__ = CLOSED

@@ -33,7 +33,7 @@ class CorrelationFact:
     added: float
 
 
-class Noise:
+class NoiseForm:
     """What all forms have in common: independent draws at every step, in floating point."""
 
     bands: int = 1
@@ -74,13 +74,13 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class IndependentNoise(Noise):
+class IndependentNoise(NoiseForm):
     __pydantic_config__ = CLOSED
     kind: Literal["independent"] = "independent"
 
 
 @dataclass(frozen=True)
-class ExactGrid(Noise):
+class ExactGrid(NoiseForm):
     """Sums are rounded to a grid before noise in whole numbers of its steps (`train/noise/exact.py`)."""
 
     __pydantic_config__ = CLOSED

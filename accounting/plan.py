@@ -7,8 +7,9 @@ object stores these numbers; the parts that act on them receive a plan and repor
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from murmuration.accounting.adaptive import AdaptiveRule
 from murmuration.accounting.banded import BandedNoise
@@ -106,7 +107,10 @@ class StandIn:
 
 AnyNoise = IndependentNoise | ExactGrid | BandedNoise
 NOISES: dict[str, type[AnyNoise]] = {each.kind: each for each in (IndependentNoise, ExactGrid, BandedNoise)}
-_PARTS = {"stands_for": StandIn, "units": Unit}
+_OF_JSON: dict[str, Callable[[dict[str, Any]], object]] = {
+    "sampling": sampling_of_dict, "noise": lambda value: NOISES[value["kind"]](**value),
+    "stands_for": lambda value: StandIn(**value), "units": lambda value: Unit(**value),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,13 +142,9 @@ class PrivacyPlan:
         # Plans from a ledger have them as JSON.
         found = tuple(metric_of_dict(m) if isinstance(m, dict) else m for m in self.metrics)
         object.__setattr__(self, "metrics", found)
-        for name, kind in _PARTS.items():
+        for name, made in _OF_JSON.items():
             if isinstance(value := getattr(self, name), dict):
-                object.__setattr__(self, name, kind(**value))
-        if isinstance(self.sampling, dict):
-            object.__setattr__(self, "sampling", sampling_of_dict(self.sampling))
-        if isinstance(self.noise, dict):
-            object.__setattr__(self, "noise", NOISES[self.noise["kind"]](**self.noise))
+                object.__setattr__(self, name, made(value))
         require_together(self.mechanisms)
         if len({m.name for m in self.metrics}) < len(self.metrics):
             raise PlanError("a metric is released twice; each can be released once")
@@ -156,17 +156,14 @@ class PrivacyPlan:
                 raise PlanError(f"{name} must be a finite positive number, but is {value}")
         if self.records < 1 or self.steps < 1:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
-        self._require_small()
-        self.sampling.require(self.records, self.steps)
-        if self.sampling.parts != self.noise.bands:
-            raise PlanError(f"{self.sampling} does not go with noise of {self.noise.bands} bands, which are the parts")
-
-    def _require_small(self) -> None:
         if self.views < 1:
             raise PlanError(f"a record is seen in at least one view, not in {self.views}")
         # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
         if not 0 < self.delta <= 1 / self.records:
             raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
+        self.sampling.require(self.records, self.steps)
+        if self.sampling.parts != self.noise.bands:
+            raise PlanError(f"{self.sampling} does not go with noise of {self.noise.bands} bands, which are the parts")
 
     @property
     def mechanisms(self) -> frozenset[str]:
