@@ -131,7 +131,7 @@ class Settings:
     'local'
     >>> Settings(four, dataset="faces, version 1", run_dir="runs/faces")
     Traceback (most recent call last):
-    murmuration.accounting.plan.PlanError: give either steps or epochs
+    murmuration.accounting.errors.PlanError: give either steps or epochs
     """
 
     privacy: Privacy
