@@ -21,10 +21,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.noise import CorrelationFact, NoiseForm
 from murmuration.accounting.strict_json import CLOSED
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -37,34 +39,42 @@ MOST_ROUNDS = 5000
 CLOSE = 1e-8
 
 
-class BandedError(ValueError):
-    """The matrix cannot give the promise; the message says which number and why."""
-
-
 @dataclass(frozen=True)
-class BandedNoise:
+class BandedNoise(NoiseForm):
     """The matrix B of one block; frozen in the plan, from which anyone can recompute its sensitivity."""
 
     __pydantic_config__ = CLOSED
+    sentence = (
+        "; where a plan's noise is `banded`: records take turns by their number, each step draws from one part, and "
+        "its noise is the matrix' weighted sum of keyed Gaussian draws of the steps of its block so far, so that a "
+        "block is one Poisson-sampled Gaussian step for each record"
+    )
+    deviation = (
+        "Where noise is correlated, the keys of a block's earlier steps are kept as long as later ones of the block "
+        "need them: a checkpoint within a block leaves those of its block in the secret file, and whoever copied that "
+        "file then has them, too."
+    )
     rows: tuple[tuple[float, ...], ...]
     horizon: int
     """The number of steps over which the noise that adds up was made least."""
+    kind: Literal["banded"] = "banded"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
         if not 2 <= len(self.rows) <= MOST_BANDS:
-            raise BandedError(f"banded noise takes 2 to {MOST_BANDS} bands, not {len(self.rows)}")
+            raise PlanError(f"banded noise takes 2 to {MOST_BANDS} bands, not {len(self.rows)}")
         if [len(row) for row in self.rows] != list(range(1, len(self.rows) + 1)):
-            raise BandedError("the matrix of banded noise is not lower triangular")
+            raise PlanError("the matrix of banded noise is not lower triangular")
         if not all(math.isfinite(entry) for row in self.rows for entry in row) or min(r[-1] for r in self.rows) <= 0:
-            raise BandedError("the matrix of banded noise needs finite entries, above 0 on its diagonal")
+            raise PlanError("the matrix of banded noise needs finite entries, above 0 on its diagonal")
         if self.horizon < 1:
-            raise BandedError(f"the horizon of banded noise must be at least 1 step, but is {self.horizon}")
+            raise PlanError(f"the horizon of banded noise must be at least 1 step, but is {self.horizon}")
         if not self.sensitivity <= 1:
-            raise BandedError(f"one record moves what the matrix of banded noise releases by {self.sensitivity}, not 1")
+            raise PlanError(f"one record moves what the matrix of banded noise releases by {self.sensitivity}, not 1")
 
     @property
-    def bands(self) -> int:
+    def bands(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many steps a block has."""
         return len(self.rows)
 
     @cached_property
@@ -108,13 +118,32 @@ class BandedNoise:
         """Standard deviation of the noise of `step`, in units of its draws'; the same bits on every machine."""
         return math.sqrt(math.fsum(weight * weight for _, weight in self.weights(step, first)))
 
+    def correlation(self, std: float, step: int, first: int) -> CorrelationFact:
+        return CorrelationFact(self.digest, std * self.spread(step, first))
+
+    def agreeing_steps(self, steps: int) -> float:
+        return steps / (math.sqrt(2) * self.accumulated(steps))
+
+    def in_a_certificate(self, std: float) -> dict[str, Any]:
+        """What a reader wants to know of the matrix, which is in the plan."""
+        noise = [std * self.spread(step) for step in range(1, self.bands + 1)]
+        return {"banded": {"bands": self.bands, "matrix": self.digest, "noise_of_a_block": noise}}
+
+    def in_a_dry_run(self, sigma: float, steps: int) -> list[str]:
+        independent = math.sqrt((steps + 1) / 2)
+        return [
+            f"noise         banded, {self.bands} bands: each record has that q in one of {self.bands} steps; "
+            f"{sigma * self.typical_spread:.4g}·C per step, adding up to "
+            f"{self.accumulated(steps) / independent:.3f} of what independent noise of this sigma would"
+        ]
+
     @property
-    def typical_spread(self) -> float:
+    def typical_spread(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Root mean square of the spreads of a whole block."""
         return math.sqrt(math.fsum(self.spread(step) ** 2 for step in range(1, self.bands + 1)) / self.bands)
 
     @property
-    def draws(self) -> float:
+    def draws(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Draws per step, on average over a block."""
         return (self.bands + 1) / 2
 
@@ -132,9 +161,9 @@ def best_banded(bands: int, horizon: int) -> BandedNoise:
     """The matrix whose accumulated noise over `horizon` steps is least, to DIGITS digits. The shorter the horizon, the
     less noise each step has, and the more of it adds up over a long run."""
     if not 2 <= bands <= MOST_BANDS:
-        raise BandedError(f"banded noise takes 2 to {MOST_BANDS} bands, not {bands}")
+        raise PlanError(f"banded noise takes 2 to {MOST_BANDS} bands, not {bands}")
     if bands > horizon:
-        raise BandedError(f"banded noise of {bands} bands needs at least as many steps and horizon, not {horizon}")
+        raise PlanError(f"banded noise of {bands} bands needs at least as many steps and horizon, not {horizon}")
     factor = np.linalg.inv(_lower_root(_best_gram(bands, -(-horizon // bands))))
     scale = 1.0
     while True:
@@ -142,7 +171,7 @@ def best_banded(bands: int, horizon: int) -> BandedNoise:
         rows = [[float(f"{scale * entry:.{DIGITS - 1}e}") for entry in factor[at, : at + 1]] for at in range(bands)]
         try:
             return BandedNoise(tuple(tuple(row) for row in rows), horizon)
-        except BandedError:
+        except PlanError:
             if scale > 1.01:
                 raise
 

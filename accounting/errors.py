@@ -26,6 +26,10 @@ class AccountingError(RunError, ValueError):
     """No trustworthy epsilon can be given; the message says why."""
 
 
+class PlanError(RunError, ValueError):
+    """The numbers of a plan cannot give the promise; the message says which and what to change."""
+
+
 # Forms of files began anew at this version: what an earlier one wrote is refused in one sentence.
 FIRST = "0.3.0"
 

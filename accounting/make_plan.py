@@ -10,23 +10,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
+from murmuration.accounting.adaptive import SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
-from murmuration.accounting.plan import (
-    CURVATURE,
-    GRID_GROWTH,
-    SLOPE,
-    PlanError,
-    PlannedMetric,
-    PrivacyPlan,
-    Sampling,
-    draws_for,
-    parse_delta,
-    rate_of,
-    require_together,
-    turns_for,
-)
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
+from murmuration.accounting.noise import ExactGrid, IndependentNoise
+from murmuration.accounting.plan import MECHANISMS, AnyNoise, PrivacyPlan, parse_delta, require_together
+from murmuration.accounting.sampling import SamplingKind, make_sampling
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
@@ -56,7 +47,7 @@ class PlanRequest:
     """None: the smallest that keeps the budget."""
     clip_norm: float = 1.0
     adaptive: AdaptiveRequest | None = None
-    sampling: Sampling = "poisson"
+    sampling: SamplingKind = "poisson"
     bands: int = 1
     horizon: int | None = None
     """The number of steps for which correlated noise is optimised; None: all."""
@@ -65,7 +56,6 @@ class PlanRequest:
     """In addition to those that adaptive clipping and loss probes need."""
     loss_probes: tuple[float, float] | None = None
     """Their bound, and the noise on either sum in units of it."""
-    held_out: float | None = None
     units: Unit | None = None
     views: int = 1
     tan: float | None = None
@@ -75,26 +65,27 @@ class PlanRequest:
     def mechanisms(self) -> frozenset[str]:
         """As `plan.APART` names them."""
         chosen = {
-            "bands": self.bands > 1,
-            "allocation": self.sampling == "allocation",
+            "banded": self.bands > 1,
             "exact": self.exact,
             "adaptive": self.adaptive is not None,
-            "held_out": self.held_out is not None,
             "metrics": bool(self.metrics) or self.loss_probes is not None,
             "units": self.units is not None,
             "tan": self.tan is not None,
         }
-        return frozenset(name for name, given in chosen.items() if given)
+        named = {self.sampling, *(metric.mechanism for metric in self.metrics)} & MECHANISMS.keys()
+        return frozenset(name for name, given in chosen.items() if given) | named
 
     def released(self) -> tuple[PlannedMetric, ...]:
         """All that is released with the gradient."""
         found = list(self.metrics)
         if self.loss_probes is not None:
             bound, noise = self.loss_probes
-            found += [PlannedMetric(name, bound, bound * noise) for name in (SLOPE, CURVATURE)]
-        if self.adaptive is not None:
-            counted = self.adaptive.noise_multiplier or self.expected_batch / 10
-            found.append(PlannedMetric(METRIC, SENSITIVITY, SENSITIVITY * counted))
+            found += [LossProbe(name, bound, bound * noise) for name in (SLOPE, CURVATURE)]
+        if (asked := self.adaptive) is not None:
+            counted = asked.noise_multiplier or self.expected_batch / 10
+            lowest, highest = self.clip_norm / asked.span, self.clip_norm * asked.span
+            rule = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
+            found.append(ClippedShare.of(SENSITIVITY * counted, rule))
         return tuple(found)
 
 
@@ -102,33 +93,26 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
     """`known`: the plan that a ledger has frozen for this phase. Where it answers the same request, its σ and its
     matrix are kept: another processor may find ones that differ in the last digit."""
     require_together(request.mechanisms)
-    threshold, slots = draws_for(
-        request.sampling, request.records, request.expected_batch, request.steps, request.bands
-    )
+    sampling = make_sampling(request.sampling, request.records, request.expected_batch, request.steps, request.bands)
     delta, metrics = parse_delta(request.delta, request.records), request.released()
-    growth = GRID_GROWTH if request.exact else 0.0
-    adaptive = None
-    if (asked := request.adaptive) is not None:
-        lowest, highest = request.clip_norm / asked.span, request.clip_norm * asked.span
-        adaptive = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
+    noise = _noise(request, known)
     fixed: dict[str, Any] = dict(
-        records=request.records, threshold=threshold, clip_norm=request.clip_norm, steps=request.steps, delta=delta,
-        epsilon_budget=request.epsilon, metrics=metrics, adaptive=adaptive, held_out=request.held_out,
-        grid_growth=growth, banded=_banded(request, known), views=request.views, units=request.units,
-        unit=unit_in_words(request.units), adjacency=adjacency_in_words(request.units), slots=slots,
+        records=request.records, sampling=sampling, clip_norm=request.clip_norm, steps=request.steps, delta=delta,
+        epsilon_budget=request.epsilon, metrics=metrics, noise=noise, views=request.views, units=request.units,
+        unit=unit_in_words(request.units), adjacency=adjacency_in_words(request.units),
     )  # fmt: skip
     sigma = request.noise_multiplier
     if sigma is None and known is not None and all(getattr(known, name) == value for name, value in fixed.items()):
         sigma = known.noise_multiplier
     if sigma is None:
-        turns = turns_for(request.steps, request.bands, slots)
-        together = calibrate_sigma(rate_of(threshold, slots), turns, request.epsilon, delta, slots=slots)
-        sigma = _share_of_gradient(enlarged(together, growth), metrics)
+        steps = sampling.event(1.0, sampling.turns(request.steps))
+        together = calibrate_sigma(steps, request.epsilon, delta)
+        sigma = _share_of_gradient(enlarged(together, noise.growth), metrics)
     plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
     return plan if request.tan is None else stand_in(plan, request.tan)
 
 
-def steps_of(epochs: float, records: int, batch: float, sampling: Sampling) -> int:
+def steps_of(epochs: float, records: int, batch: float, sampling: SamplingKind) -> int:
     """Rounded up; whole epochs of random allocation are not cut, since a cut one is paid for whole."""
     if sampling == "allocation" and epochs == int(epochs):
         return int(epochs) * max(1, round(records / batch))
@@ -138,18 +122,15 @@ def steps_of(epochs: float, records: int, batch: float, sampling: Sampling) -> i
 def most_steps(request: PlanRequest) -> int:
     """How many steps the budget lasts for at the request's noise multiplier, whatever its own `steps` are."""
     one_turn = make_plan(replace(request, steps=request.bands))
-    turns = calibrate_steps(
-        one_turn.sampling_rate, one_turn.effective_noise_multiplier, one_turn.epsilon_budget, one_turn.delta
-    )
-    return request.bands * turns
+    return request.bands * calibrate_steps(one_turn.event(), one_turn.epsilon_budget, one_turn.delta)
 
 
-def _banded(request: PlanRequest, known: PrivacyPlan | None) -> BandedNoise | None:
+def _noise(request: PlanRequest, known: PrivacyPlan | None) -> AnyNoise:
     if request.bands == 1:
-        return None
+        return ExactGrid() if request.exact else IndependentNoise()
     horizon = request.horizon or request.steps
-    kept = known.banded if known is not None else None
-    if kept is not None and (kept.bands, kept.horizon) == (request.bands, horizon):
+    kept = None if known is None else known.noise
+    if isinstance(kept, BandedNoise) and (kept.bands, kept.horizon) == (request.bands, horizon):
         return kept
     return best_banded(request.bands, horizon)
 

@@ -11,7 +11,8 @@ import math
 from dataclasses import replace
 
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
-from murmuration.accounting.plan import Event, PlanError, PrivacyPlan, StandIn, threshold_for
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.plan import PrivacyPlan, StandIn
 
 LEAST_SIGMA = 0.1
 """Below it, accounting takes minutes and its answers are in the hundreds."""
@@ -25,7 +26,6 @@ def stand_in(plan: PrivacyPlan, scale: float) -> PrivacyPlan:
         raise PlanError(f"tan.scale = {scale:g} makes the noise multiplier {sigma:.3g}; use at most {most:g}")
     if batch < 1:
         raise PlanError(f"tan.scale = {scale:g} makes the expected batch {batch:.3g}; use at most {plan.divisor:g}")
-    threshold = threshold_for(plan.records, batch)
-    cheap = replace(plan, threshold=threshold, noise_multiplier=sigma)
-    spent = epsilon([Event(cheap.sampling_rate, cheap.effective_noise_multiplier, plan.steps)], plan.delta)
+    cheap = replace(plan, sampling=plan.sampling.with_batch(plan.records, batch), noise_multiplier=sigma)
+    spent = epsilon([cheap.event()], plan.delta)
     return replace(cheap, epsilon_budget=round_up(spent), stands_for=StandIn(plan.epsilon_budget, scale))

@@ -22,7 +22,7 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.audit_evidence import AuditBound, Claim, collect
 from murmuration.accounting.epsilon.audit_pairs import pairs_of
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 DELTA = 1e-5
 SETTINGS = ((2.0, 4), (40.0, 8))
@@ -53,7 +53,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--canaries", type=int, default=2000)
     chosen = parser.parse_args(given)
     for claimed, steps in SETTINGS:
-        sigma = calibrate_sigma(1.0, steps, claimed, DELTA)
+        sigma = calibrate_sigma(Event(1.0, 1.0, steps), claimed, DELTA)
         events = (Event(1.0, sigma, steps),)
         claim, draw = Claim(events, epsilon(list(events), DELTA), DELTA), np.random.default_rng(steps)
         found = means([audited(draw, chosen.canaries, claim, steps) for _ in range(chosen.audits)])

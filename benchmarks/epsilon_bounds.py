@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from murmuration.accounting.epsilon.accountant import epsilon, epsilon_below
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 DELTAS, SIGMAS, STEPS = (1e-6, 1e-9), (0.5, 0.7, 1.0, 2.0, 5.0), (100, 1000, 10_000, 100_000, 1_000_000)
 RATES = tuple(10.0**-k for k in range(1, 8))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from murmuration.accounting.plan import GRID_GROWTH
+from murmuration.accounting.noise import GRID_GROWTH
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise

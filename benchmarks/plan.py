@@ -94,7 +94,7 @@ def launched(ranks: int, *script: str) -> str:
 def machine() -> None:
     quiet_libraries()
     from murmuration.accounting.errors import DONE
-    from murmuration.train.commands.exits import leave
+    from murmuration.train.commands.exit_codes import leave
     from murmuration.train.engines.deepspeed_zero import start_ranks
 
     ranks = start_ranks()

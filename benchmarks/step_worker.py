@@ -20,7 +20,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from murmuration.accounting.errors import DONE  # noqa: E402
-from murmuration.accounting.plan import PrivacyPlan, threshold_for  # noqa: E402
+from murmuration.accounting.plan import PrivacyPlan  # noqa: E402
+from murmuration.accounting.sampling import Poisson, threshold_for  # noqa: E402
 from murmuration.data.batch.reader import BatchReader, DataSpec  # noqa: E402
 from murmuration.data.draw.micro_batch import slots  # noqa: E402
 from murmuration.data.draw.poisson import PoissonSampler  # noqa: E402
@@ -31,9 +32,9 @@ from murmuration.data.text.encoder import TextEncoder, word_tokenizer  # noqa: E
 from murmuration.model.build import build  # noqa: E402
 from murmuration.model.settings import ModelSettings, Shape  # noqa: E402
 from murmuration.train.clip.rule import ClipRule  # noqa: E402
-from murmuration.train.commands.exits import leave  # noqa: E402
+from murmuration.train.commands.exit_codes import leave  # noqa: E402
 from murmuration.train.config.optimizer import Optimizer  # noqa: E402
-from murmuration.train.config.root import ZeroOptimization  # noqa: E402
+from murmuration.train.config.zero_optimization import ZeroOptimization  # noqa: E402
 from murmuration.train.core import Computation, clipping_engine  # noqa: E402
 from murmuration.train.distributed.ranks import Ranks  # noqa: E402
 from murmuration.train.distributed.shards import Fragment  # noqa: E402
@@ -147,10 +148,10 @@ def measured(ranks: Ranks, stage: int, model_name: str, samples: list[int], read
 def draw_seconds(batch: int) -> float:
     """Seconds of a draw that expects `batch` records of DP-Cap's 233.8 million."""
     plan = PrivacyPlan(
-        records=RECORDS_TO_DRAW, threshold=threshold_for(RECORDS_TO_DRAW, batch), clip_norm=1.0, noise_multiplier=1.0,
-        steps=1, delta=1e-9, epsilon_budget=1e9,
+        records=RECORDS_TO_DRAW, sampling=Poisson(threshold_for(RECORDS_TO_DRAW, batch)), clip_norm=1.0,
+        noise_multiplier=1.0, steps=1, delta=1e-9, epsilon_budget=1e9,
     )  # fmt: skip
-    sampler = PoissonSampler(b"s" * 32, b"d" * 32, plan.records, plan.threshold)
+    sampler = PoissonSampler(b"s" * 32, b"d" * 32, plan.records, plan.sampling.threshold)
     began = time.perf_counter()
     sampler.draw(1)
     return time.perf_counter() - began

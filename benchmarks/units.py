@@ -24,12 +24,9 @@ from views import EPSILON, PER_PATIENT, Size, config, measured, study  # noqa: E
 
 from murmuration.accounting.epsilon.accountant import epsilon  # noqa: E402
 from murmuration.accounting.epsilon.neighbours import group_epsilon  # noqa: E402
+from murmuration.accounting.event import Event  # noqa: E402
 from murmuration.accounting.ledger.history import History  # noqa: E402
-from murmuration.accounting.plan import (  # noqa: E402
-    RATE_DENOMINATOR,
-    Event,
-    threshold_for,
-)
+from murmuration.accounting.sampling import RATE_DENOMINATOR, threshold_for  # noqa: E402
 
 HALVINGS = 14
 

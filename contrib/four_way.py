@@ -21,7 +21,7 @@ import numpy as np
 from torch import nn
 
 from murmuration.accounting.errors import DONE, RunError
-from murmuration.accounting.plan import RATE_DENOMINATOR, threshold_for
+from murmuration.accounting.sampling import RATE_DENOMINATOR, threshold_for
 from murmuration.data.batch.loader import iterate
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, slots
@@ -30,9 +30,9 @@ from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exits import FROM_THE_START, complain, guarded, joined, leave
+from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded, joined, leave
 from murmuration.train.config.load import load
-from murmuration.train.config.root import Config, run_dir_of
+from murmuration.train.config.root import Config
 from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
@@ -45,6 +45,7 @@ from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.public.evaluation import public_loss
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, prepare
+from murmuration.train.storage.run_dir import run_dir_of
 
 MARKED = "NOT PRIVATE: a study on public data"
 # No gradient of a model that trains is longer; sums of gradients this long still have room in fp32.

@@ -24,7 +24,7 @@ from murmuration.evaluation.models.subject import Subject
 from murmuration.evaluation.protocols.options import count, natural
 from murmuration.evaluation.protocols.protocol import Protocol, Request
 from murmuration.evaluation.protocols.table import PROTOCOLS
-from murmuration.train.commands.exits import complain_per_machine, guarded, leave
+from murmuration.train.commands.exit_codes import complain_per_machine, guarded, leave
 
 if TYPE_CHECKING:
     from murmuration.data.decode.augment import Augment

@@ -32,7 +32,6 @@ from murmuration.model.settings import ModelSettings, Shape
 from murmuration.model.sizes import TABLES, Family, Stack
 from murmuration.train.commands.dry_run import meaning
 from murmuration.train.config.load import load
-from murmuration.train.config.root import run_dir_of
 from murmuration.train.config.section import RecipeError
 from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.recipe.labels import FOLDERS, read_list, require_public_names
@@ -40,7 +39,7 @@ from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.recipe.record_names import shared_names
 from murmuration.train.recipe.warm_start import EXPORTED
-from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.run_dir import RunDir, run_dir_of
 
 TEMPLATE = Path(__file__).parent / "first_config.json.jinja"
 CLASSES = "classes.txt"  # beside the shards, where prepare.py pack writes it

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.errors import DONE, RunError
-from murmuration.train.commands.exits import complain
+from murmuration.train.commands.exit_codes import complain
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

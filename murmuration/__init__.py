@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         Privacy,
         ReleasedMetric,
     )
-    from murmuration.train.config.root import ZeroOptimization
+    from murmuration.train.config.zero_optimization import ZeroOptimization
     from murmuration.train.core import Computation
     from murmuration.train.library import PrivateTraining, Settings, Units
     from murmuration.train.start import Public
@@ -34,7 +34,7 @@ _HOMES = {
         "AdaptiveClip", "BandedNoise", "Clip", "ClipGroup", "LossProbes", "Privacy", "ReleasedMetric",
     ),
     "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule"),
-    "train.config.root": ("ZeroOptimization",),
+    "train.config.zero_optimization": ("ZeroOptimization",),
     "train.core": ("Computation",),
     "train.storage.sibling_runs": ("RunLog",),
     "evaluation.models.load": ("load",),

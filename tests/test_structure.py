@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("accounting", "contrib", "data", "evaluation", "launch", "model", "train")
-MOST_FILES_TO_AUDIT = 40
+MOST_FILES_TO_AUDIT, MOST_FILES_OF_A_LIBRARY_RUN = 36, 165
 
 
 def modules() -> dict[str, Path]:
@@ -27,10 +27,19 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def named_in(path: Path, name: str) -> Iterator[str]:
+def at_load(tree: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a file is imported."""
+    for node in ast.iter_child_nodes(tree):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if not isinstance(node, ast.FunctionDef) and not for_types:
+            yield node
+            yield from at_load(node)
+
+
+def named_in(path: Path, name: str, walk: Callable[[ast.AST], Iterator[ast.AST]] = ast.walk) -> Iterator[str]:
     """What a file's import statements name, wherever they stand; `from a import b` may mean the module a.b."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -40,11 +49,11 @@ def named_in(path: Path, name: str) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-def imports() -> dict[str, set[str]]:
+def imports(walk: Callable[[ast.AST], Iterator[ast.AST]] = ast.walk) -> dict[str, set[str]]:
     """The files that each file imports, without the packages that they lie in."""
     known = modules()
     files = {name for name, path in known.items() if path.name != "__init__.py"}
-    return {name: (set(named_in(known[name], name)) & files) - {name} for name in files}
+    return {name: (set(named_in(known[name], name, walk)) & files) - {name} for name in files}
 
 
 def closure(of: str, graph: dict[str, set[str]]) -> set[str]:
@@ -61,6 +70,14 @@ def test_the_private_step_can_be_audited_with_few_files() -> None:
     reached = closure("murmuration.train.step", imports())
     assert len(reached) > 20, "imports are no longer found"
     assert len(reached) <= MOST_FILES_TO_AUDIT, sorted(reached)
+
+
+def test_a_library_run_loads_no_recipe_no_index_of_shards_and_few_files() -> None:
+    reached = closure("murmuration.train.library", imports(at_load))
+    assert {"murmuration.train.step", "murmuration.accounting.ledger.journal"} <= reached, "imports are no longer found"
+    assert len(reached) <= MOST_FILES_OF_A_LIBRARY_RUN, sorted(reached)
+    for other in ("train.recipe", "train.config.root", "train.commands", "data.index.shard_index", "data.store.tar"):
+        assert not {name for name in reached if name.startswith(f"murmuration.{other}")}, other
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

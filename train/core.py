@@ -6,34 +6,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from murmuration.accounting.keys import Derive, Purpose
-from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PlanError, PrivacyPlan
-from murmuration.data.draw.allocation import AllocationSampler
-from murmuration.data.draw.poisson import Draw, PoissonSampler, Sampler
+from murmuration.accounting.noise import NoiseKind
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
+from murmuration.data.draw.samplers import make_sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
 from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.root import NoiseKind, Run
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PrivateForward
-from murmuration.train.engines.held_out import HeldOutAccuracy
-from murmuration.train.engines.loss_probes import LossProbes
+from murmuration.train.engines.measures import measuring
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
-from murmuration.train.noise.aes import AESNoise, Noise
-from murmuration.train.noise.chacha import ChaChaNoise
-from murmuration.train.noise.correlated import CorrelatedNoise
-from murmuration.train.noise.exact import ExactNoise
+from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.choose import over_steps, source_for
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
@@ -42,7 +38,10 @@ from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
-from murmuration.train.step import PrivateStep, Records
+from murmuration.train.step import PrivateStep, Records, StepLedger
+
+if TYPE_CHECKING:
+    from murmuration.train.config.root import Run
 
 
 @dataclass(frozen=True)
@@ -111,11 +110,7 @@ class PrivateCore:
     ) -> None:  # fmt: skip
         """`begun_after`: the step after which the segment of the keys begins."""
         self.plan, self.clip, self.engine, self.ranks = plan, clip, engine, ranks
-        if noise not in (kinds := get_args(NoiseKind)):
-            raise PlanError(f"noise {noise!r} is none of {', '.join(kinds)}")
-        if (noise == "exact") != (plan.grid_growth > 0):
-            raise PlanError("the noise is exact if and only if the plan charges for its grid (`grid_growth`)")
-        self._derive, self._noise, self._begun_after = derive, noise, begun_after
+        self._derive, self._source, self._begun_after = derive, source_for(noise, plan), begun_after
         self._ahead: NoiseAhead | None = None
 
     def prove(self, synthetic: SyntheticRecords, ranks_per_copy: int, micro_batch: int) -> SelfTestReport:
@@ -128,20 +123,13 @@ class PrivateCore:
             raise too_large(micro_batch, self.engine.device) from None
 
     def noise(self, purpose: Purpose, begun_after: int | None = None) -> Noise:
-        key = self._derive(purpose)
-        if self._noise == "exact":
-            return ExactNoise.of(key, self.plan, self.engine.trainable_elements)
-        draws = (ChaChaNoise if self._noise == "chacha20" else AESNoise).of(key, self.plan)
-        if self.plan.banded is None:
-            return draws
         first = (self._begun_after if begun_after is None else begun_after) + 1
-        return CorrelatedNoise(draws, self.plan.banded, first)
+        draws = self._source.of(self._derive(purpose), self.plan, self.engine.trainable_elements)
+        return over_steps(draws, self.plan, first)
 
-    def sampler(self) -> PoissonSampler | AllocationSampler:
+    def sampler(self) -> DrawnInParts:
         keys = self._derive("sampling"), self._derive("sampling-digest")
-        if self.plan.slots > 1:
-            return AllocationSampler(*keys, self.plan.records, self.plan.slots)
-        return PoissonSampler(*keys, self.plan.records, self.plan.threshold, self.plan.bands)
+        return make_sampler(self.plan.sampling, *keys, self.plan.records)
 
     def shared_sampler(self) -> Sampler[Draw]:
         """The same draws; among many records, each rank draws a part. All ranks call this together."""
@@ -151,7 +139,7 @@ class PrivateCore:
         return SharedSampler(self.sampler(), ranks.rank, ranks.world, ranks.gather_apart())
 
     def step(
-        self, phase: int, journal: Journal | None, records: Records[Draw], stop: StopRequest, *,
+        self, phase: int, journal: StepLedger | None, records: Records[Draw], stop: StopRequest, *,
         stepping: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
         probes: Callable[[int], bool] | None = None,
     ) -> PrivateStep:  # fmt: skip
@@ -160,21 +148,17 @@ class PrivateCore:
         own."""
         if noise is None:
             noise = self.noise("noise")
-            if isinstance(noise, AESNoise) or (isinstance(noise, CorrelatedNoise) and self._noise == "aes"):
+            if (ahead := self._source.ahead) is not None:
                 fragments = [fragment for shard in self.engine.shards() for fragment in shard.fragments]
-                noise = self._ahead = NoiseAhead(noise, fragments)
+                noise = self._ahead = ahead(noise, fragments)
         metrics = norm = None
         if self.plan.metrics:
-            make = ExactNoise.of_metric if self._noise == "exact" else AESNoise.of_metric
-            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, make)
-        if self.plan.adaptive is not None and metrics is not None:
+            metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, self._source.of_metric)
+            measured = measuring(records.micro_batches, self.engine, metrics, self.ranks, probes)
+            records = Records(records.draw, measured)
+        if self.plan.adaptive is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
             norm = AdaptiveNorm(self.plan, first_norm)
-        if self.plan.held_out is not None and metrics is not None:
-            records = Records(records.draw, HeldOutAccuracy(self.engine, metrics).around(records.micro_batches))
-        if probes is not None and metrics is not None:
-            measured = LossProbes(self.engine, metrics, self.ranks, probes).around(records.micro_batches)
-            records = Records(records.draw, measured)
         engine = stepping or self.engine
         return PrivateStep(phase, journal, records, self.clip, noise, engine, self.ranks, stop, metrics, norm)
 

@@ -29,16 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.adaptive import AdaptiveError
-from murmuration.accounting.banded import BandedError
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.errors import InputError
+from murmuration.accounting.errors import InputError, PlanError
 from murmuration.accounting.keys import destroy, hkdf, load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.ledger.lines import NAMED, RECORDS_AS_PUBLIC, PublicUse
 from murmuration.accounting.make_plan import make_plan, steps_of
-from murmuration.accounting.plan import PlanError, PrivacyPlan, require_together
+from murmuration.accounting.plan import PrivacyPlan, require_together
 from murmuration.accounting.unit import Unit
 from murmuration.data.batch.dataset import as_inputs, as_read, is_dataset
 from murmuration.data.batch.function_reader import FunctionReader
@@ -48,7 +47,7 @@ from murmuration.train.clip.isolated import kept_of_records
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.privacy import Privacy
-from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
@@ -59,7 +58,7 @@ from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.rates import rates_of, sound
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
-from murmuration.train.private_phase import PrivatePhase, ProbedStep
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import SyntheticRecords
@@ -69,7 +68,7 @@ from murmuration.train.start import INNER, Public, started
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.certify import certify
-from murmuration.train.storage.checkpoint import Keep, Position
+from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.micro_batch_file import keep, kept
 from murmuration.train.storage.open_run import open_run
@@ -132,7 +131,7 @@ class Settings:
     'local'
     >>> Settings(four, dataset="faces, version 1", run_dir="runs/faces")
     Traceback (most recent call last):
-    murmuration.accounting.plan.PlanError: give either steps or epochs
+    murmuration.accounting.errors.PlanError: give either steps or epochs
     """
 
     privacy: Privacy
@@ -335,7 +334,7 @@ class PrivateTraining:
         )
         try:
             plan = make_plan(request, known)
-        except (AdaptiveError, BandedError) as error:
+        except AdaptiveError as error:
             raise PlanError(str(error)) from None
         weights = sum(each.numel() for each in self._model.parameters() if each.requires_grad)
         if (warning := drowned(plan, weights, settings.privacy.noise_multiplier is None)) is not None:
@@ -371,7 +370,7 @@ class PrivateTraining:
         if micro_batch == "auto":
             micro_batch = self.ranks.on_main(lambda: kept(self._run.folder.root)) or self._fitting(rule)
             self.ranks.on_main(lambda: keep(self._run.folder.root, micro_batch))
-        self._engine_settings = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
+        engine = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
         rule = ClipRule.of(self.plan, privacy.clip.kind, privacy.clip.gamma, micro_batch, privacy.clip.grouping)
         optimizer = self._optimizer
         named = optimizer.model_dump() if isinstance(optimizer, Optimizer) else described(optimizer)
@@ -387,9 +386,13 @@ class PrivateTraining:
         )
         self._modes = modes_of(self._model)
         keys = self._run.derive(PHASE, segment, self.done)
+        rate = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
         self._phase = PrivatePhase(
-            self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine_settings, settings.computation,
-            begun_after=segment.from_step, keeps_before=privacy.loss_probes is not None,
+            self.plan, self._model, rule, optimizer, keys, self.ranks, engine, settings.computation,
+            begun_after=segment.from_step, rate=rate,
+        )  # fmt: skip
+        self._saving = self._phase.saving(
+            self._run, lambda: self._run.header(PHASE, self._data, "own"), self._list_unusable
         )  # fmt: skip
         self._unit_key = keys("augmentation") if self._table is not None else b""
         self._begun_with = Held.by(self._model)
@@ -416,9 +419,11 @@ class PrivateTraining:
 
     def _why_anew(self) -> str | None:
         """Why an interrupted epoch or block does not continue: records take part in it once, by number."""
-        if self.plan.bands > 1 and (self._order is None or self.done % self.plan.bands):
+        if self.plan.noise.bands > 1 and (self._order is None or self.done % self.plan.noise.bands):
             return "the keys of a block's earlier steps are gone, and later ones need them"
-        if self.plan.slots > 1 and (self._order is None or load(self._run.folder.key).order != self._order):
+        if self.plan.sampling.steps_of_a_key > 1 and (
+            self._order is None or load(self._run.folder.key).order != self._order
+        ):
             return "the program does not say, or not the same, in which order it numbers the records"
         return None
 
@@ -468,11 +473,7 @@ class PrivateTraining:
         self._bad = BadRecordList(run.folder, self.ranks.rank)
         self._stop = StopRequest(run.folder.stop_file)
         phase.feed(reader)
-        self._probed = ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE))
-        phase.begin(
-            run.journal, self._stop, first_norm=run.first_norm(PHASE, self.plan, self._loaded),
-            probes=None if self._probed is None else self._probed.probes,
-        )  # fmt: skip
+        phase.begin(run.journal, self._stop, first_norm=run.first_norm(PHASE, self.plan, self._loaded))
         self._pace = Pace(self.plan.divisor, public=False, synthetic=report.records_per_second)
         return report
 
@@ -553,8 +554,7 @@ class PrivateTraining:
         # Until all is done: whatever ends a step in its middle, its noise is never added to a second gradient.
         self._failed = number
         try:
-            step = phase.step if self._probed is None else ProbedStep(phase.step, self._probed).run
-            summary = step(number, learning_rate)
+            summary = phase.step(number, learning_rate)
             self._run.burn(number)
         except (Stopped, BudgetSpent):  # nothing reached the weights
             phase.engine.discard()
@@ -596,19 +596,13 @@ class PrivateTraining:
         self._require_sound()
         if kept := kept_of_records() - self._kept:
             raise LedgerError(f"{len(kept)} tensors of records are still held somewhere; let forward() keep nothing")
-        run, engine = self._run, self.phase.engine
-        header = self.ranks.on_main(lambda: run.header(PHASE, self._data, "own"))
-        if self.phase.made is not None and self._probed is not None:
-            header |= {STATE: self._probed.state()}
-        digest = run.checkpoints.save(
-            Position(PHASE, self.done), engine, self._engine_settings.ranks_per_copy, header,
-            lambda found: run.writer.checkpointed(PHASE, self.done, found),
-        )  # fmt: skip
-        run.forget(self.done)
-        if self.phase.made is not None:
-            self._bad.add(NAME, self._reader.bad_reasons)
+        digest = self._saving.save(self.done)
         self.saved = self.done
         return digest
+
+    def _list_unusable(self) -> None:
+        if self._phase is not None and self._phase.made is not None:
+            self._bad.add(NAME, self._reader.bad_reasons)
 
     def epsilon(self) -> float:
         """What the ledger has charged so far: every step that began."""
@@ -659,7 +653,7 @@ class PrivateTraining:
         return certificate.verify(run.folder.root)
 
     def _continued_within(self) -> bool:
-        together = max(self.plan.bands, self.plan.slots)
+        together = self.plan.sampling.period
         acts = self._run.writer.ledger.entries.acts
         return any(entry.kind == "resume" and entry.fields["step"] % together for entry in acts)
 
@@ -669,8 +663,7 @@ class PrivateTraining:
             return
         self._closed = True
         if self._phase is not None:
-            if self._phase.made is not None:
-                self._bad.add(NAME, self._reader.bad_reasons)
+            self._list_unusable()
             self._phase.close()
             if self._phase.made is not None:
                 self._stop.restore()

@@ -8,6 +8,7 @@ Recipes (`run/phase.py`), the library (`library.py`), the audit and its replay a
         phase.begin(journal, stop)
         for number in range(1, plan.steps + 1):
             phase.step(number, learning_rate)
+        phase.saving(run, header, list_unusable).save(plan.steps)
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
 from murmuration.accounting.keys import Derive
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
@@ -34,11 +35,15 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
-from murmuration.train.optim.probed_rate import ProbedRate
+from murmuration.train.optim.probed_rate import ProbedRate, state_of
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
-from murmuration.train.step import PrivateStep, Records, StepSummary
+from murmuration.train.step import PrivateStep, Records, StepLedger, StepSummary
+from murmuration.train.storage.saving import Saving
+
+if TYPE_CHECKING:
+    from murmuration.train.storage.open_run import OpenRun
 
 
 class PrivatePhase:
@@ -46,16 +51,16 @@ class PrivatePhase:
         self, plan: PrivacyPlan, model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, keys: Derive,
         ranks: Ranks, engine: EngineSettings, computation: Computation | None = None, *, number: int = 0,
         begun_after: int = 0, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-        around_engine: Callable[[Engine], Engine] | None = None, keeps_before: bool = False,
+        around_engine: Callable[[Engine], Engine] | None = None, rate: ProbedRate | None = None,
     ) -> None:  # fmt: skip
         """`number`: of the phase within its run. `begun_after`: the step after which the segment of the keys begins.
-        `around_clip`, `around_engine`: what an audit puts around them. `keeps_before`: the weights from before the last
-        step are kept, for probes of the loss."""
-        self.ranks, self.number = ranks, number
+        `around_clip`, `around_engine`: what an audit puts around them. `rate`: what the learning rate follows, from
+        probes of the loss along the weights' last move."""
+        self.ranks, self.number, self.rate = ranks, number, rate
         self._settings, self._computation = engine, computation or Computation()
         built = clipping_engine(
             model, rule, optimizer, plan.noise_std / plan.divisor, engine, ranks, self._computation, around_clip,
-            keeps_before=keeps_before,
+            keeps_before=rate is not None,
         )  # fmt: skip
         self.clip, self.forward = built.clip, built.forward
         self.engine: Engine = built.engine if around_engine is None else around_engine(built.engine)
@@ -71,6 +76,8 @@ class PrivatePhase:
         self.loader: Loader[Draw] | None = None
         self.made: PrivateStep | None = None
         """The step of this phase, once `begin` has put it together."""
+        self.stepping: PrivateStep | ProbedStep | None = None
+        """The same, at learning rates that may follow probes."""
 
     def again(self, plan: PrivacyPlan, keys: Derive, begun_after: int = 0) -> PrivatePhase:
         """The same model in the same engine, under another plan or other keys; this phase still owns the engine."""
@@ -94,20 +101,20 @@ class PrivatePhase:
         return self.loader
 
     def begin(
-        self, journal: Journal | None, stop: StopRequest, records: Records[Draw] | None = None, *,
+        self, journal: StepLedger | None, stop: StopRequest, records: Records[Draw] | None = None, *,
         mixing: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
-        probes: Callable[[int], bool] | None = None,
     ) -> PrivateStep:  # fmt: skip
         """Puts the step together. `records`: where they come from instead of what was fed. `mixing`: the engine with
-        what is mixed into its updates. `first_norm`: C of the next step, where C adapts. `noise`: an audit's own.
-        `probes`: which steps also measure the loss along the last move."""
+        what is mixed into its updates. `first_norm`: C of the next step, where C adapts. `noise`: an audit's own."""
         if records is None:
             assert self.loader is not None, "feed() comes first"
             records = Records(self.loader.draw, self.loader.micro_batches).until_unreadable(stop)
         self._at_end.callback(self.core.close)
         self.made = self.core.step(
-            self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise, probes=probes
-        )
+            self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise,
+            probes=None if self.rate is None else self.rate.probes,
+        )  # fmt: skip
+        self.stepping = self.made if self.rate is None else ProbedStep(self.made.run, self.rate)
         return self.made
 
     def drawn(self, number: int) -> np.ndarray:
@@ -117,9 +124,19 @@ class PrivatePhase:
 
     def step(self, number: int, learning_rate: float) -> StepSummary:
         """One private step. What it returns is PRIVATE: losses and norms of the drawn records, without noise."""
-        if self.made is None:
+        if self.stepping is None:
             raise SelfTestError("no step is taken before prove() has passed; call it first")
-        return self.made.run(number, learning_rate)
+        return self.stepping.run(number, learning_rate)
+
+    def saving(
+        self, run: OpenRun, header: Callable[[], dict[str, Any]], list_unusable: Callable[[], None]
+    ) -> Saving:  # fmt: skip
+        """What saves this phase. `header`: what a manifest says of the run, on the main rank. `list_unusable`: lists
+        the unusable records that this rank has met, for the owner."""
+        copies = self._settings.ranks_per_copy
+        return Saving.of(
+            run, self.number, self.engine, copies, lambda: header() | state_of(self.rate), list_unusable
+        )  # fmt: skip
 
     def close(self) -> None:
         self._at_end.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.poisson import Draw, Ids
 from murmuration.data.store.place import UnreadableError
@@ -61,9 +60,20 @@ def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBat
     return guarded
 
 
+class StepLedger(Protocol):
+    """What a step asks of the ledger (`accounting/ledger/journal.py`)."""
+
+    def open_step(self, phase: int, step: int, facts: StepFacts) -> None: ...
+
+    def settle(self) -> None:
+        """Waits until the disk has what was opened."""
+
+    def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None: ...
+
+
 class PrivateStep:
     def __init__(
-        self, phase: int, journal: Journal | None, records: Records[Draw], clip: ClipEngine, noise: Noise,
+        self, phase: int, journal: StepLedger | None, records: Records[Draw], clip: ClipEngine, noise: Noise,
         engine: Engine, ranks: Ranks, stop: StopRequest, metrics: MetricRelease | None = None,
         norm: AdaptiveNorm | None = None,
     ) -> None:  # fmt: skip
@@ -175,7 +185,7 @@ def _fetched(parts: list[Tensor]) -> Tensor:
 
 
 class StepRecord:
-    def __init__(self, phase: int, journal: Journal | None, ranks: Ranks, metrics: MetricRelease | None) -> None:
+    def __init__(self, phase: int, journal: StepLedger | None, ranks: Ranks, metrics: MetricRelease | None) -> None:
         self.phase, self.ranks, self.metrics = phase, ranks, metrics
         self.journal = journal
 
@@ -203,13 +213,13 @@ class StepRecord:
         return self.ranks.on_main(lambda: self._ledger.commit_step(self.phase, step, facts, share))
 
     @property
-    def _ledger(self) -> Journal:
+    def _ledger(self) -> StepLedger:
         assert self.journal is not None, "the main rank holds the ledger"
         return self.journal
 
     def _facts(self, draw: Draw, clipping: ClippingFact, noise: NoiseFact) -> StepFacts:
         metrics = self.metrics.facts() if self.metrics else ()
-        sampling = SamplingFact(draw.threshold, draw.records, draw.digest, draw.parts, draw.slots)
+        sampling = SamplingFact(draw.rule, draw.records, draw.digest)
         return StepFacts(sampling, clipping, noise, metrics)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.statement import claim_of
 from murmuration.accounting.epsilon.accountant import epsilon, merge
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError, Lines
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event
 from murmuration.accounting.unit import RECORD, unit_in_words
 
 SUMS = ("epsilon_sum", "delta_sum", "epsilon_together", "delta_together")

@@ -19,8 +19,8 @@ from murmuration.accounting.epsilon.accountant import epsilon, merge
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff
 from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event
 from murmuration.accounting.unit import noun
 
 GROUPS = (2, 5, 10)
@@ -91,10 +91,8 @@ def group_row(history: History, events: Sequence[Event] | None, delta: float, re
     """The row for a person with several records."""
 
     def compute() -> float:
-        if any(plan.bands > 1 for plan in history.plans.values()):
-            raise AccountingError("with correlated noise nothing is proved for several records of one person")
-        if any(plan.slots > 1 for plan in history.plans.values()):
-            raise AccountingError("with random allocation nothing is proved for several records of one person")
+        if why := next((plan.sampling.no_groups for plan in history.plans.values() if plan.sampling.no_groups), None):
+            raise AccountingError(why)
         return _known(events, group_epsilon, delta, records)
 
     return row(compute)
@@ -120,7 +118,7 @@ def _known(events: Sequence[Event] | None, compute: Callable[..., float], *asked
 def _allowed(history: History, phase: int) -> list[Event]:
     """Steps of one phase up to the first that its budget would have refused; no fewer than were opened or planned."""
     plan, delta = history.plans[phase], history.delta()
-    kind = Event.of_plan(plan, 0)
+    kind = plan.event(0)
     opened = history.charged(phase)
     others = [event for event in opened if event.kind != kind]
     least = max(plan.participations, sum(event.count for event in opened if event.kind == kind))

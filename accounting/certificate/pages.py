@@ -18,6 +18,8 @@ from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
+from murmuration.accounting.metrics import metric_of_dict
+from murmuration.accounting.sampling import sampling_of_dict
 from murmuration.accounting.unit import Unit, contribution_in_words, noun_of
 
 HERE = Path(__file__).parent
@@ -122,11 +124,8 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
     about = certificate.get("about") or {}
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
     for phase in certificate["phases"]:
-        if share := (phase.get("plan") or {}).get("held_out"):
-            lines.append(
-                f"held out in {phase['name']}: {share:.3%} of the records, drawn like all others, not trained on in "
-                "it; of them, the accuracy of each step is released with noise, charged as one event with the gradient"
-            )
+        for metric in map(metric_of_dict, (phase.get("plan") or {}).get("metrics", [])):
+            lines += metric.in_a_certificate(phase["name"])
         if views := (phase.get("plan") or {}).get("views"):
             lines.append(
                 f"views in {phase['name']}: each drawn record is seen {views} times in a step, and the mean of these "
@@ -326,7 +325,7 @@ def model_card(certificate: dict[str, Any]) -> str:
         unit = "one record" if noun_of(certificate["unit"]) == "record" else _quoted(certificate["unit"])
         lines += [f"  unit: {unit}", "  neighbours: zero-out"]
         plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
-        kinds = {"random allocation" if plan.get("slots", 1) > 1 else "Poisson" for plan in plans}
+        kinds = {sampling_of_dict(plan["sampling"]).name for plan in plans}
         lines += ["  accountant: PLD", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")

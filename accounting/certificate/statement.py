@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.certificate.explain import ASSUMPTION
 from murmuration.accounting.certificate.limits import allowed, limits
 from murmuration.accounting.days import stated as stated_days
 from murmuration.accounting.epsilon.accountant import describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Lines
-from murmuration.accounting.ledger.facts import EXACT
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import Word
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.noise import EXACT
+from murmuration.accounting.plan import AnyNoise
+from murmuration.accounting.sampling import AnySampling
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
 FORMAT = "murmuration-certificate/1"
@@ -28,23 +29,10 @@ MECHANISM = (
 # For a run all of whose noise is exact.
 EXACT_MECHANISM = (
     "per-record gradients clipped in L2 norm over all trainable parameters, summed over an exact "
-    "Poisson sample, the sum rounded to a grid (which enlarges what one record does by the share `grid_growth` of the "
+    "Poisson sample, the sum rounded to a grid (which enlarges what one record does by the share `growth` of the "
     "plan at most, for which the noise is charged), Gaussian noise rounded to that grid added once in whole numbers, "
     "drawn exactly, divided by the constant q·n"
 )
-# Appended where the noise of some phase is correlated.
-BANDED_MECHANISM = (
-    "; where a plan has the matrix `banded`: records take turns by their number, each step draws from one part, and "
-    "its noise is the matrix' weighted sum of keyed Gaussian draws of the steps of its block so far, so that a block "
-    "is one Poisson-sampled Gaussian step for each record"
-)
-# Appended where some phase allocates records.
-ALLOCATED_MECHANISM = (
-    "; where a plan has `slots`: not a Poisson sample, but epochs of so many steps, in each of which every record "
-    "takes part in one step, chosen uniformly (up to a relative slots/2^32, which is charged) and in secret by a key "
-    "that is new for each epoch and segment; the divisor is n/slots, and an epoch is charged whole once it begins"
-)
-POISSON, ALLOCATED = "Poisson-subsampled Gaussian", "epochs of Gaussian steps, each record in one of them"
 DEVIATIONS = [
     "Noise and sums are floating-point numbers (64-bit draws and totals, 32-bit products and results), not samples of "
     "the ideal distributions.",
@@ -73,19 +61,6 @@ RATCHETED = (
     "who was drawn for them, so against them the claim covers the steps before alone. It does not cover even those if "
     "the storage kept an older state of the secret file: in a snapshot, a backup, or flash memory that was not really "
     "overwritten."
-)
-# Stated in addition where the noise of some phase is correlated.
-RATCHETED_BLOCKS = (
-    "Where noise is correlated, the keys of a block's earlier steps are kept as long as later ones of the block need "
-    "them: a checkpoint within a block leaves those of its block in the secret file, and whoever copied that file then "
-    "has them, too."
-)
-# Stated in addition where some phase allocates records.
-RATCHETED_EPOCHS = (
-    "Where records are allocated to the steps of an epoch, the key of that allocation is kept until the epoch ends "
-    "(that of a last epoch which the plan cuts short: until the next private phase, or the end of the run). Whoever "
-    "copied the secret file meanwhile can tell in which of the epoch's steps, earlier ones included, each record takes "
-    "part, but not take the noise off those before. Against them the claim covers the epochs before alone."
 )
 # Stated where a phase began with weights that have no ledger of ours.
 FOREIGN_WEIGHTS = (
@@ -124,8 +99,6 @@ def compose(
         "method": describe("pld"),
         **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
-    banded = any(plan.banded is not None for plan in history.plans.values())
-    allocated = any(plan.slots > 1 for plan in history.plans.values())
     if dates := stated_days(history.run["started"], added.pop("dates", {})):
         added = {"dates": dates, **added}
     return {
@@ -138,8 +111,7 @@ def compose(
         "unit": unit_in_words(history.unit),
         "adjacency": adjacency_in_words(history.unit),
         "mechanism": _mechanism(EXACT_MECHANISM if _all_exact(history) else MECHANISM, history.unit)
-        + (BANDED_MECHANISM if banded else "")
-        + (ALLOCATED_MECHANISM if allocated else ""),
+        + "".join(dict.fromkeys(part.sentence for part in _parts(history))),
         "phases": [_phase(history, index) for index in sorted(history.phase_names)],
         "segments": [segment.as_dict() for segment in history.segments],
         "tuned_on_private_data": tunings,
@@ -180,8 +152,7 @@ def deviations_of(history: History) -> list[str]:
         found.remove(DEVIATIONS[0])
     if history.segments:
         found.append(RATCHETED)
-        found += [RATCHETED_BLOCKS] if any(plan.banded is not None for plan in history.plans.values()) else []
-        found += [RATCHETED_EPOCHS] if any(plan.slots > 1 for plan in history.plans.values()) else []
+        found += dict.fromkeys(part.deviation for part in _parts(history) if part.deviation is not None)
     if lost := sum(charge.count for charge in history.lost):
         found.append(
             f"The ledger was restored from a backup; {lost} steps that its lost part had charged are charged here, and "
@@ -198,6 +169,12 @@ def deviations_of(history: History) -> list[str]:
 def uncovered(entries: Lines, document: dict[str, Any]) -> bool:
     """Whether the ledger goes on, after the lines that the certificate covers, with any that it would have to cover."""
     return any(entry.kind in UNCOVERED for entry in entries.beginning(document["ledger"]["length"]))
+
+
+def _parts(history: History) -> list[AnyNoise | AnySampling]:
+    """Noise and sampling of all plans."""
+    plans = history.plans.values()
+    return [*(plan.noise for plan in plans), *(plan.sampling for plan in plans)]
 
 
 def _all_exact(history: History) -> bool:
@@ -223,25 +200,15 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         "private": True,
         "plan": plan.as_dict(),
         "sampling_rate": plan.sampling_rate,
-        **({} if plan.banded is None else {"banded": _banded(plan, plan.banded)}),
+        **plan.noise.in_a_certificate(plan.noise_std),
         "steps_opened": opened,
         "steps_committed": committed,
         "segments": len(history.segments_of(index)),
         "events": [
-            {"mechanism": ALLOCATED if event.slots > 1 else POISSON, **event.as_dict()}
-            for event in ([] if faulty else history.charged(index))
+            {"mechanism": event.mechanism, **event.as_dict()} for event in ([] if faulty else history.charged(index))
         ],
         **({"clip_norms": norms} if (norms := _clip_norms(history, index)) else {}),
         **({"faults": history.faults} if faulty else {}),
-    }
-
-
-def _banded(plan: PrivacyPlan, matrix: BandedNoise) -> dict[str, Any]:
-    """What a reader wants to know of the matrix, which is in the plan."""
-    return {
-        "bands": matrix.bands,
-        "matrix": matrix.digest,
-        "noise_of_a_block": [plan.noise_std * matrix.spread(step) for step in range(1, matrix.bands + 1)],
     }
 
 

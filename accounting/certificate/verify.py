@@ -16,10 +16,10 @@ from murmuration.accounting.certificate.statement import FORMAT, compose, deviat
 from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant
 from murmuration.accounting.errors import AccountingError, written_before
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.heads import lost_charges, noted_in, read_heads, uncharged, unknown
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event
 from murmuration.accounting.strict_json import JsonError, parse
 
 # Bounds that two processors compute for the same ledger agree to about 1e-12; a difference above this is refused.

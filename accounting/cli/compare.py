@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from murmuration.accounting.banded import MOST_BANDS, best_banded
 from murmuration.accounting.epsilon.accountant import describe, round_up
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import RATE_DENOMINATOR, PlanError, parse_delta, slots_for, threshold_for, turns_for
+from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.plan import parse_delta
+from murmuration.accounting.sampling import RandomAllocation, make_sampling, threshold_for
 from murmuration.accounting.strict_json import JsonError, parse
 
 BANDS = (1, *(2**power for power in range(1, int(math.log2(MOST_BANDS)) + 1)))
@@ -63,9 +64,10 @@ def _row(asked: Numbers, bands: int, by: Any) -> dict[str, Any] | None:
     """None where a part of the records cannot hold the batch, or a block not be filled, or no noise is enough."""
     if bands > min(asked.steps, asked.horizon) or bands * asked.batch > asked.n:
         return None
-    threshold, turns = threshold_for(asked.n, asked.batch, bands), turns_for(asked.steps, bands, 1)
+    sampling = make_sampling("poisson", asked.n, asked.batch, asked.steps, bands)
+    turns = sampling.turns(asked.steps)
     try:
-        sigma = calibrate_sigma(threshold / RATE_DENOMINATOR, turns, asked.epsilon, asked.delta, by)
+        sigma = calibrate_sigma(sampling.event(1.0, turns), asked.epsilon, asked.delta, by)
     except AccountingError:
         return None
     matrix = None if bands == 1 else best_banded(bands, asked.horizon)
@@ -73,7 +75,7 @@ def _row(asked: Numbers, bands: int, by: Any) -> dict[str, Any] | None:
     return {
         "noise": "independent" if matrix is None else f"banded, {bands} bands",
         "bands": bands,
-        "rate": threshold / RATE_DENOMINATOR,
+        "rate": sampling.rate,
         "turns": turns,
         "sigma": sigma,
         "per_step": sigma * (1.0 if matrix is None else matrix.typical_spread),
@@ -86,20 +88,20 @@ def _allocated(asked: Numbers, by: Any) -> dict[str, Any] | None:
     """None where each step has all records anyway, or a record cannot take part a whole number of times. Where the
     batch is not quite the one that was asked for, the noise is stated as it would weigh beside that one."""
     try:
-        slots = slots_for(asked.n, asked.batch, asked.steps)
-        if slots == 1:
+        sampling = make_sampling("allocation", asked.n, asked.batch, asked.steps)
+        if not isinstance(sampling, RandomAllocation):
             return None
-        epochs = turns_for(asked.steps, 1, slots)
-        sigma = calibrate_sigma(1 / slots, epochs, asked.epsilon, asked.delta, by, slots=slots)
+        epochs = sampling.turns(asked.steps)
+        sigma = calibrate_sigma(sampling.event(1.0, epochs), asked.epsilon, asked.delta, by)
     except (AccountingError, PlanError):
         return None
-    per_step = sigma * asked.batch / (asked.n / slots)
+    per_step = sigma * asked.batch / sampling.divisor(asked.n)
     return {
         "noise": ALLOCATION,
         "bands": 1,
-        "rate": 1 / slots,
+        "rate": sampling.rate,
         "turns": epochs,
-        "slots": slots,
+        "slots": sampling.slots,
         "sigma": sigma,
         "per_step": per_step,
         "accumulated": per_step * math.sqrt((asked.steps + 1) / 2),

@@ -7,38 +7,39 @@ import math
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.cli.draws import Draws, delta_of, in_words, require_usable
+from murmuration.accounting.cli.draws import asked_sampling, delta_of, require_usable
 from murmuration.accounting.epsilon.accountant import delta_at, describe, epsilon, epsilon_below, round_up
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
 from murmuration.accounting.epsilon.gaussian import participations, unamplified_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
-from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import RATE_DENOMINATOR, Event, PlanError, threshold_for
+from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.event import Event
+from murmuration.accounting.sampling import RATE_DENOMINATOR, AnySampling, RandomAllocation, threshold_for
 
 SAFE_SPREADS = 8
 
 
-def setting(draws: Draws, steps: int, delta: float, accountant: Any) -> dict[str, Any]:
+def setting(sampling: AnySampling, n: int, steps: int, delta: float, accountant: Any) -> dict[str, Any]:
     """The numbers as they are accounted, with q on the sampler's grid."""
-    return {**draws.described(steps), "steps": steps, "delta": delta, **describe(accountant)}
+    return {**sampling.described(n, steps), "steps": steps, "delta": delta, **describe(accountant)}
 
 
 def epsilon_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     delta, steps = delta_of(arguments), arguments.steps
-    draws = Draws.asked(arguments, arguments.batch, steps)
-    values = setting(draws, steps, delta, arguments.accountant) | {"sigma": arguments.sigma}
+    sampling = asked_sampling(arguments, arguments.batch, steps)
+    values = setting(sampling, arguments.n, steps, delta, arguments.accountant) | {"sigma": arguments.sigma}
     if arguments.sampling == "shuffled":
         return _shuffled(arguments, values)
     cap = arguments.cap
-    events = [draws.event(arguments.sigma, steps)] if cap is None else [_capped(arguments, draws)]
+    events = [sampling.event(arguments.sigma, sampling.turns(steps)) if cap is None else _capped(arguments, sampling)]
     events += [_phase(text) for text in arguments.phase]
     value = epsilon(events, delta, arguments.accountant)
     values |= {"sampling": arguments.sampling, "epsilon": value, "epsilon_rounded_up": round_up(value)}
     if arguments.json and arguments.accountant == "pld":
         values["epsilon_lower"] = epsilon_below(events, delta)
-    lines = [f"ε = {round_up(value)} (rounded up)", summary(values)]
+    lines = [f"ε = {round_up(value)} (rounded up)", summary(values, sampling)]
     for text in arguments.phase:
         lines.append(f"and a phase n,batch,σ,steps = {text}")
     if arguments.phase:
@@ -79,10 +80,10 @@ def _asked_beside(
     return values, lines
 
 
-def _capped(arguments: argparse.Namespace, draws: Draws) -> Event:
-    if arguments.sampling != "poisson" or draws.bands > 1:
+def _capped(arguments: argparse.Namespace, sampling: AnySampling) -> Event:
+    if arguments.sampling != "poisson" or arguments.bands > 1:
         raise AccountingError("--cap is accounted for plain Poisson samples alone; leave it, --sampling or --bands out")
-    return Event(draws.rate, arguments.sigma, arguments.steps, arguments.cap, arguments.n)
+    return Event(sampling.rate, arguments.sigma, arguments.steps, arguments.cap, arguments.n)
 
 
 def _shuffled(arguments: argparse.Namespace, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -135,9 +136,10 @@ def _cap_note(n: int, rate: float, cap: int) -> str:
     return f"the cap of {cap} is low: it couples records and costs ε; a cap of {least} or more would cost nothing"
 
 
-def summary(values: dict[str, Any]) -> str:
+def summary(values: dict[str, Any], sampling: AnySampling) -> str:
     method = "PLD" if values["accountant"] == "pld" else f"RDP, dp-accounting {values['dp_accounting']}"
-    return f"σ = {values['sigma']!r}, {in_words(values)}, T = {values['steps']}, δ = {values['delta']:.6g}; {method}"
+    drawn = sampling.in_words(values["n"], values["steps"])
+    return f"σ = {values['sigma']!r}, {drawn}, T = {values['steps']}, δ = {values['delta']:.6g}; {method}"
 
 
 # `account.py calibrate`: the noise, the steps or the batch that reaches an epsilon without passing it.
@@ -156,28 +158,28 @@ def calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     require_usable(arguments)
     batch, steps, sigma = arguments.batch, arguments.steps, arguments.sigma
     if unknown == "sigma":
-        draws = Draws.asked(arguments, batch, steps)
-        sigma = calibrate_sigma(draws.rate, draws.turns(steps), target, delta, by, slots=draws.slots)
+        sampling = asked_sampling(arguments, batch, steps)
+        sigma = calibrate_sigma(sampling.event(1.0, sampling.turns(steps)), target, delta, by)
     elif unknown == "steps":
-        draws, steps = _most_steps(arguments, delta)
+        sampling, steps = _most_steps(arguments, delta)
     else:
-        draws, batch = _largest_batch(arguments, delta)
-    event = draws.event(sigma, steps)
+        sampling, batch = _largest_batch(arguments, delta)
+    event = sampling.event(sigma, sampling.turns(steps))
     value = epsilon([event], delta, by)
     if value > target:
         raise AccountingError(f"the calibrated {unknown} gives epsilon = {value}, above {target}; report this as a bug")
     found = {"sigma": sigma, "steps": steps, "batch": batch}
     values = {
-        **setting(draws, steps, delta, by), **found, "sampling": arguments.sampling, "unknown": unknown,
+        **setting(sampling, arguments.n, steps, delta, by), **found, "sampling": arguments.sampling, "unknown": unknown,
         "target_epsilon": target, "epsilon": value,
     }  # fmt: skip
     if arguments.json and by == "pld":
         values["epsilon_lower"] = epsilon_below([event], delta)
     letter = {"sigma": "σ", "steps": "T", "batch": "expected batch"}[unknown]
-    return values, f"{letter} = {found[unknown]} gives ε = {value:.6f} ≤ {target:g}\n{summary(values)}"
+    return values, f"{letter} = {found[unknown]} gives ε = {value:.6f} ≤ {target:g}\n{summary(values, sampling)}"
 
 
-def _most_steps(arguments: argparse.Namespace, delta: float) -> tuple[Draws, int]:
+def _most_steps(arguments: argparse.Namespace, delta: float) -> tuple[AnySampling, int]:
     """Whole turns or epochs: a cut one would cost as much. An epoch has as many steps as the batch needs to take each
     record once."""
     n, batch, bands = arguments.n, arguments.batch, arguments.bands
@@ -185,22 +187,20 @@ def _most_steps(arguments: argparse.Namespace, delta: float) -> tuple[Draws, int
     if arguments.sampling == "allocation":
         threshold_for(n, batch)  # refused if the batch does not fit
         epoch = max(1, round(n / batch))
-    draws = Draws.asked(arguments, batch, max(epoch, bands))
-    turns = calibrate_steps(
-        draws.rate, arguments.sigma, arguments.epsilon, delta, arguments.accountant, slots=draws.slots
-    )
-    return draws, turns * draws.slots * bands
+    sampling = asked_sampling(arguments, batch, max(epoch, bands))
+    turns = calibrate_steps(sampling.event(arguments.sigma, 1), arguments.epsilon, delta, arguments.accountant)
+    return sampling, turns * sampling.period
 
 
-def _largest_batch(arguments: argparse.Namespace, delta: float) -> tuple[Draws, float]:
+def _largest_batch(arguments: argparse.Namespace, delta: float) -> tuple[AnySampling, float]:
     n, sigma, steps, target, by = arguments.n, arguments.sigma, arguments.steps, arguments.epsilon, arguments.accountant
     if arguments.sampling != "allocation":
-        Draws.asked(arguments, min(1.0, n / arguments.bands), steps)  # refused if the steps are not possible
+        asked_sampling(arguments, min(1.0, n / arguments.bands), steps)  # refused if the steps are not possible
         batch = calibrate_batch(n, sigma, steps, target, delta, by, arguments.bands)
-        return Draws.asked(arguments, batch, steps), batch
-    Draws.asked(arguments, n, steps)
-    draws = Draws.allocated(n, calibrate_slots(n, sigma, steps, target, delta, by))
-    return draws, draws.expected_batch
+        return asked_sampling(arguments, batch, steps), batch
+    asked_sampling(arguments, n, steps)
+    sampling = RandomAllocation(calibrate_slots(n, sigma, steps, target, delta, by))
+    return sampling, sampling.divisor(n)
 
 
 # `account.py plan`: how epsilon grows with the steps, and how the noise per record falls with the batch.
@@ -212,18 +212,19 @@ DIGITS = 3
 
 def plan_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     by, steps, delta = arguments.accountant, arguments.steps, delta_of(arguments)
-    draws = Draws.asked(arguments, arguments.batch, steps)
-    values = setting(draws, steps, delta, by)
+    sampling = asked_sampling(arguments, arguments.batch, steps)
+    values = setting(sampling, arguments.n, steps, delta, by)
     if arguments.plot is not None and arguments.plot.suffix not in (".png", ".svg"):
         raise PlanError(f"--plot writes .png or .svg, not {arguments.plot.suffix!r}; name such a file")
     sigma = arguments.sigma
     if sigma is None:
-        sigma = calibrate_sigma(draws.rate, draws.turns(steps), arguments.epsilon, delta, by, slots=draws.slots)
+        sigma = calibrate_sigma(sampling.event(1.0, sampling.turns(steps)), arguments.epsilon, delta, by)
     marks = sorted({max(1, round(steps * k / POINTS)) for k in range(1, POINTS + 1)})
-    over_steps = [{"steps": t, "epsilon": epsilon([draws.event(sigma, t)], delta, by)} for t in marks]
+    events = {t: sampling.event(sigma, sampling.turns(t)) for t in marks}
+    over_steps = [{"steps": t, "epsilon": epsilon([event], delta, by)} for t, event in events.items()]
     over_batch = []
     for batch, other in sorted(_other_batches(arguments).items()):
-        needed = calibrate_sigma(other.rate, other.turns(steps), arguments.epsilon, delta, by, DIGITS, other.slots)
+        needed = calibrate_sigma(other.event(1.0, other.turns(steps)), arguments.epsilon, delta, by, DIGITS)
         over_batch.append({"batch": batch, "sigma": needed, "noise_per_record": needed / batch})
     values |= {
         "sigma": sigma, "target_epsilon": arguments.epsilon, "epsilon_over_steps": over_steps,
@@ -232,25 +233,26 @@ def plan_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if arguments.plot is not None:
         _plot(arguments.plot, values)
         values["plot"] = str(arguments.plot)
-    return values, _table(values)
+    return values, _table(values, sampling)
 
 
-def _other_batches(arguments: argparse.Namespace) -> dict[float, Draws]:
+def _other_batches(arguments: argparse.Namespace) -> dict[float, AnySampling]:
     """Batches about the one that was asked for. With random allocation those that take each record a whole number of
     times in the steps."""
-    found: dict[float, Draws] = {}
+    found: dict[float, AnySampling] = {}
     for factor in FACTORS:
         batch = min(arguments.n / arguments.bands, max(1.0, arguments.batch * factor))
         try:
-            draws = Draws.asked(arguments, batch, arguments.steps)
+            sampling = asked_sampling(arguments, batch, arguments.steps)
         except PlanError:
             continue  # that of the command itself is possible
-        found[draws.expected_batch if arguments.sampling == "allocation" else batch] = draws
+        found[sampling.divisor(arguments.n) if arguments.sampling == "allocation" else batch] = sampling
     return found
 
 
-def _table(values: dict[str, Any]) -> str:
-    lines = [f"σ = {values['sigma']:.5f}, {in_words(values)}, δ = {values['delta']:.4g}", ""]
+def _table(values: dict[str, Any], sampling: AnySampling) -> str:
+    drawn = sampling.in_words(values["n"], values["steps"])
+    lines = [f"σ = {values['sigma']:.5f}, {drawn}, δ = {values['delta']:.4g}", ""]
     lines += [f"{'steps':>10}  {'ε':>10}"]
     lines += [f"{row['steps']:>10}  {round_up(row['epsilon']):>10.4f}" for row in values["epsilon_over_steps"]]
     lines += ["", f"for ε = {values['target_epsilon']:g} after {values['steps']} steps:"]

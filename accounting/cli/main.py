@@ -10,10 +10,11 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, REFUSED, RunError
 from murmuration.accounting.escaping import sentence
+from murmuration.accounting.sampling import SamplingKind
 
 Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
 
@@ -77,7 +78,7 @@ def _draws_options(command: argparse.ArgumentParser, *more: str) -> None:
     """In the words of a config; `more` is known to this command alone."""
     shuffled = "; shuffled: fixed slices of shuffled epochs, for which no amplification may be claimed"
     command.add_argument(
-        "--sampling", choices=("poisson", "allocation", *more), default="poisson",
+        "--sampling", choices=(*get_args(SamplingKind), *more), default="poisson",
         help=f"allocation: each record in one step of every epoch, chosen in secret{shuffled if more else ''}",
     )  # fmt: skip
     command.add_argument(

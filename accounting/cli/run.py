@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.certificate.explain import Attacks, explain
 from murmuration.accounting.certificate.limits import claimed_events, row
-from murmuration.accounting.cli.draws import Draws, delta_of
+from murmuration.accounting.cli.draws import asked_sampling, delta_of
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
-from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT
+from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT, PlanError
 from murmuration.accounting.escaping import printable
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PlanError, parse_delta
+from murmuration.accounting.plan import parse_delta
 from murmuration.accounting.unit import RECORD, unit_in_words
 
 
@@ -73,10 +74,8 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
             f"--records-per-person counts records, but this run protects {claim.unit}, however many records that has; "
             "its certificate has the rows for a person with several units"
         )
-    if claim.correlated:
-        raise PlanError("--records-per-person: with correlated noise nothing is proved for several records of a person")
-    if any(event.slots > 1 for event in claim.events or ()):
-        raise PlanError("--records-per-person: with random allocation nothing is proved for several records")
+    if claim.no_groups is not None:
+        raise PlanError(f"--records-per-person: {claim.no_groups}")
     if claim.events is None:
         raise PlanError(f"--records-per-person needs the steps that were made, but was given {claim.holds_for}")
     events, delta = claim.events, claim.delta
@@ -100,7 +99,8 @@ class ClaimToExplain(NamedTuple):
     objection: str | None
     events: list[Event] | None
     holds_for: str
-    correlated: bool = False
+    no_groups: str | None = None
+    """Why nothing is proved for several records of one person."""
     unit: str = RECORD
     n: int | None = None
 
@@ -119,10 +119,10 @@ def _claim_of(arguments: argparse.Namespace) -> ClaimToExplain:
         return ClaimToExplain(spent, delta, None, None, instead, n=arguments.n)
     if all(value is not None for value in numbers):
         delta = delta_of(arguments)
-        draws = Draws.asked(arguments, arguments.batch, arguments.steps)
-        events = [draws.event(arguments.sigma, arguments.steps)]
+        sampling = asked_sampling(arguments, arguments.batch, arguments.steps)
+        events = [sampling.event(arguments.sigma, sampling.turns(arguments.steps))]
         spent = epsilon(events, delta, arguments.accountant)
-        return ClaimToExplain(spent, delta, None, events, "the steps", draws.bands > 1, n=arguments.n)
+        return ClaimToExplain(spent, delta, None, events, "the steps", sampling.no_groups, n=arguments.n)
     raise PlanError("explain needs a RUN_DIR, or --epsilon and --delta, or --n, --batch, --steps and --sigma")
 
 
@@ -136,10 +136,10 @@ def _of_run(arguments: argparse.Namespace) -> ClaimToExplain:
     history, _ = History.read(folder / "ledger.jsonl")
     events, holds_for = claimed_events(history, finished=verdict.claimed is not None)
     objection = printable(verdict.objection) if verdict.objection else None
-    correlated = any(plan.bands > 1 for plan in history.plans.values())
+    no_groups = next((plan.sampling.no_groups for plan in history.plans.values() if plan.sampling.no_groups), None)
     unit = unit_in_words(history.unit)
     n = max(plan.records for plan in history.plans.values())
-    return ClaimToExplain(spent, history.claimed_delta(), objection, events, holds_for, correlated, unit, n)
+    return ClaimToExplain(spent, history.claimed_delta(), objection, events, holds_for, no_groups, unit, n)
 
 
 def _shown(found: dict[str, Any], delta: float) -> str:

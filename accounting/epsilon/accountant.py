@@ -26,7 +26,7 @@ from murmuration.accounting.epsilon.contour import Contour
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, cells, dots, lower, upper
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped batches need it
     import dp_accounting

@@ -33,7 +33,7 @@ from murmuration.accounting.epsilon.loss_lattice import (
     rounded_down,
 )
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import MOST_SLOTS, RATE_DENOMINATOR
+from murmuration.accounting.sampling import MOST_SLOTS, RATE_DENOMINATOR
 
 CUT = 1e-34
 """Probability that the rarest ratios of a part, at either end, may have together; it counts as an infinite loss."""

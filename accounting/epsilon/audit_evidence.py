@@ -29,7 +29,7 @@ from murmuration.accounting.epsilon.audit_bound import (
 from murmuration.accounting.epsilon.audit_curve import curve_p_value, is_refuted
 from murmuration.accounting.epsilon.audit_pairs import Pairs
 from murmuration.accounting.epsilon.trade_off import TradeOff, of_events, of_point
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 # The share of audits that accuse an honest run. The reported bound has a confidence of its own.
 ACCUSED = 1e-6

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from murmuration.accounting.epsilon.accountant import Accountant, epsilon, halve, quick_epsilon, within
-from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import (
-    MOST_SLOTS,
-    RATE_DENOMINATOR,
-    Event,
-    PlanError,
-    slots_for,
-    threshold_for,
-    turns_for,
-)
+from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.event import Event
+from murmuration.accounting.sampling import MOST_SLOTS, make_sampling, slots_for
 
 DIGITS = 5
 MOST_STEPS = 10**9
@@ -30,13 +23,12 @@ By = Accountant | Literal["quick"]
 
 @lru_cache(maxsize=256)
 def calibrate_sigma(
-    rate: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS,
-    slots: int = 1,
+    event: Event, target: float, delta: float, accountant: Accountant = "pld", digits: int = DIGITS
 ) -> float:  # fmt: skip
-    """Smallest noise multiplier with `digits` decimals whose re-accounted epsilon is at most `target`. With `slots`
-    above 1, `steps` counts epochs of random allocation to so many steps."""
+    """Smallest noise multiplier with `digits` decimals, in the place of the event's own, whose re-accounted epsilon is
+    at most `target`."""
     _require_target(target)
-    ladder = _SigmaLadder(rate, steps, target, delta, digits, slots)
+    ladder = _SigmaLadder(event, target, delta, digits)
     if accountant == "rdp":
         return ladder.sigma(_first_tick(lambda ticks: ladder.excess(ticks, "rdp") <= 0, ladder))
     # A quick upper bound finds where the answer is, up to a few ticks, and the accountant itself decides among those.
@@ -49,15 +41,13 @@ def enlarged(sigma: float, growth: float) -> float:
     return math.ceil(sigma * (1 + growth) * 10**DIGITS) / 10**DIGITS if growth else sigma
 
 
-def calibrate_steps(
-    rate: float, sigma: float, target: float, delta: float, accountant: Accountant = "pld", slots: int = 1
-) -> int:
-    """Most steps (with `slots` above 1: epochs of random allocation) whose re-accounted epsilon is at most `target`; at
-    least 1, or an error."""
+def calibrate_steps(event: Event, target: float, delta: float, accountant: Accountant = "pld") -> int:
+    """Most steps, or epochs, in the place of the event's own, whose re-accounted epsilon is at most `target`; at least
+    1, or an error."""
     _require_target(target)
 
     def fits(count: int, by: By) -> bool:
-        return _at_most([Event(rate, sigma, count, slots=slots)], target, delta, by)
+        return _at_most([replace(event, count=count)], target, delta, by)
 
     if not fits(1, accountant):
         raise AccountingError(f"a single step passes epsilon = {target:g}; use more noise or a smaller batch")
@@ -69,11 +59,10 @@ def calibrate_batch(
 ) -> int:
     """Largest whole expected batch whose re-accounted epsilon is at most `target`; at least 1, or an error."""
     _require_target(target)
-    turns = turns_for(steps, bands, slots=1)
 
     def fits(batch: int, by: By) -> bool:
-        rate = threshold_for(records, batch, bands) / RATE_DENOMINATOR
-        return _at_most([Event(rate, sigma, turns)], target, delta, by)
+        sampling = make_sampling("poisson", records, batch, steps, bands)
+        return _at_most([sampling.event(sigma, sampling.turns(steps))], target, delta, by)
 
     if not fits(1, accountant):
         raise AccountingError(f"even an expected batch of 1 passes epsilon = {target:g}; use more noise or fewer steps")
@@ -91,7 +80,7 @@ def calibrate_slots(
 
     def fits(epochs: int, by: By) -> bool:
         slots = -(-steps // epochs)
-        return _at_most([Event(1 / slots, sigma, turns_for(steps, 1, slots), slots=slots)], target, delta, by)
+        return _at_most([Event(1 / slots, sigma, -(-steps // slots), slots=slots)], target, delta, by)
 
     def cut_into(slots: int) -> bool:
         try:
@@ -133,12 +122,10 @@ def _at_most(events: list[Event], target: float, delta: float, by: By) -> bool:
 class _SigmaLadder:
     """Noise multipliers as whole ticks of their last decimal, and how far above the target each one's epsilon is."""
 
-    rate: float
-    steps: int
+    event: Event
     target: float
     delta: float
     digits: int
-    slots: int = 1
 
     def sigma(self, ticks: int) -> float:
         return round(ticks * 10.0**-self.digits, self.digits)
@@ -146,7 +133,7 @@ class _SigmaLadder:
     def excess(self, ticks: int, by: By) -> float:
         """Log ratio to the target: nearly linear in log sigma, so that interpolation lands close."""
         try:
-            spent = _spent([Event(self.rate, self.sigma(ticks), self.steps, slots=self.slots)], self.delta, by)
+            spent = _spent([replace(self.event, sigma=self.sigma(ticks))], self.delta, by)
         except AccountingError:
             # Accountants stop converging where there is far too little noise: that is over the budget.
             if ticks > 50 * 10**self.digits:

@@ -17,7 +17,7 @@ from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.other_pairs import Group, Pair, Replacement, cells, dominating
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 
 def group_epsilon(events: Sequence[Event], delta: float, records: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 PROGRAM = """
 import json, sys, warnings

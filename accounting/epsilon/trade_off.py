@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from murmuration.accounting.epsilon.accountant import deltas_at, epsilon, merge, plain_sigma
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 POINTS = 96
 # The shares of false alarms that the picture and the tables show.

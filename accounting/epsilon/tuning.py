@@ -32,7 +32,7 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import deltas_at, dp_event, epsilon, merge, rdp_epsilon
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 # Of the parameter g and of the comparison with d(x); rounding there is far smaller.
 ROOM = 1e-9

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from murmuration.accounting.adaptive import ROUNDING
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event, PrivacyPlan, fits_grid, rate_of
+from murmuration.accounting.event import Event
+from murmuration.accounting.noise import GENERATORS, CorrelationFact
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import AnySampling
 from murmuration.accounting.strict_json import CLOSED
 
 RULES = ("flat", "automatic")
-EXACT = "aes-256-ctr-exact"
-GENERATORS = ("aes-256-ctr", EXACT, "chacha20")
 
 
 @dataclass(frozen=True, order=True)
@@ -26,16 +27,12 @@ class StepId:
 
 @dataclass(frozen=True)
 class SamplingFact:
-    """Reported by the sampler: who could take part, how likely that was, and a keyed digest of who did."""
+    """Reported by the sampler: the rule that it drew by, from how many records, and a keyed digest of who took part."""
 
     __pydantic_config__ = CLOSED
-    threshold: int
+    rule: AnySampling
     records: int
     digest: str
-    parts: int = 1
-    """Into how many parts the records are dealt; the step drew from the one whose turn it was."""
-    slots: int = 1
-    """Above 1: the steps of an epoch, of which each record is allocated to one."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +42,6 @@ class ClippingFact:
     __pydantic_config__ = CLOSED
     rule: str
     sensitivity: float
-
-
-@dataclass(frozen=True)
-class CorrelationFact:
-    """Reported by correlated noise: the digest of its matrix, and the standard deviation of what it added at the step,
-    which is a weighted sum of draws."""
-
-    __pydantic_config__ = CLOSED
-    matrix: str
-    added: float
 
 
 @dataclass(frozen=True)
@@ -100,9 +87,6 @@ class StepFacts:
                 del part["grid"]
         if self.noise.correlation is None:
             del value["noise"]["correlation"]
-        for name in ("parts", "slots"):
-            if value["sampling"][name] == 1:
-                del value["sampling"][name]
         return {**value, "metrics": metrics} if metrics else value
 
     def event(self) -> Event:
@@ -110,8 +94,7 @@ class StepFacts:
         without noise is no mechanism at all."""
         released = [(self.clipping.sensitivity, self.noise.std)]
         released += [(metric.sensitivity, metric.std) for metric in self.metrics]
-        slots = self.sampling.slots
-        return Event(rate_of(self.sampling.threshold, slots), combined_sigma(released), 1, slots=slots)
+        return self.sampling.rule.event(combined_sigma(released), 1)
 
     def departure_from(self, plan: PrivacyPlan) -> str | None:
         """How an announced step contradicts its frozen plan; None if it does not. `NormTrail` checks an adaptive C."""
@@ -121,13 +104,14 @@ class StepFacts:
             return f"draws noise from {self.noise.generator!r}, which is unknown here; read it with a newer version"
         if self.noise.elements < 1:
             return "announces noise for no element"
-        if (departure := self._departure_from_grid(plan)) is not None:
+        grids = [(self.noise.grid, self.noise.elements, self.clipping.sensitivity)]
+        grids += [(metric.grid, 1, metric.sensitivity) for metric in self.metrics]
+        if (departure := plan.noise.departure(self.noise.generator, grids)) is not None:
             return departure
+        if self.sampling.rule != plan.sampling:
+            return f"draws {self.sampling.rule}, but its plan says {plan.sampling}"
         fixed: list[tuple[str, float, float]] = [
-            ("K", self.sampling.threshold, plan.threshold),
             ("n", self.sampling.records, plan.records),
-            ("the number of parts", self.sampling.parts, plan.bands),
-            ("the number of an epoch's steps", self.sampling.slots, plan.slots),
             ("the divisor", self.noise.divisor, plan.divisor),
         ]
         if plan.adaptive is None:
@@ -139,24 +123,6 @@ class StepFacts:
             return f"states the sensitivity {self.clipping.sensitivity}, but its plan says {plan.clip_norm}"
         if [(m.name, m.sensitivity, m.std) for m in self.metrics] != [(m.name, m.bound, m.std) for m in plan.metrics]:
             return "publishes metrics of its records that differ from its plan"
-        return None
-
-    def _departure_from_grid(self, plan: PrivacyPlan) -> str | None:
-        """Noise is exact if and only if the plan says so, and no grid is coarser than the plan charges for."""
-        grids = [(self.noise.grid, self.noise.elements, self.clipping.sensitivity)]
-        grids += [(metric.grid, 1, metric.sensitivity) for metric in self.metrics]
-        if not plan.grid_growth:
-            if self.noise.generator == EXACT or any(grid for grid, _, _ in grids):
-                return "rounds to a grid for exact noise, but its plan charges nothing for that"
-            return None
-        if self.noise.generator != EXACT:
-            return f"draws noise from {self.noise.generator!r}, but its plan says that the noise is exact"
-        for grid, elements, sensitivity in grids:
-            if not fits_grid(grid, elements, plan.grid_growth * sensitivity):
-                return (
-                    f"rounds {elements} numbers to multiples of {grid:g}, but its plan charges no more for that than "
-                    f"{plan.grid_growth:g} of the sensitivity {sensitivity:g}"
-                )
         return None
 
     def fault_of(self, done: StepFacts) -> str | None:

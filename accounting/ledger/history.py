@@ -17,11 +17,11 @@ from murmuration.accounting.adaptive import ROUNDING, NormTrail
 from murmuration.accounting.epsilon.accountant import Accountant, epsilon, merge
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.errors import AccountingError, written_before
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, Lines
 from murmuration.accounting.ledger.facts import (
     Charge,
     CheckpointMark,
-    CorrelationFact,
     Segment,
     StepFacts,
     StepId,
@@ -47,7 +47,7 @@ from murmuration.accounting.ledger.lines import (
     WordLine,
 )  # fmt: skip
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
@@ -174,7 +174,7 @@ class History:
             raise ValueError(f"the plan promises something for {plan.unit!r} and neighbours {plan.adjacency!r}")
         if other := next((known.unit for known in self.plans.values() if known.unit != plan.unit), None):
             raise ValueError(f"the plan protects {plan.unit}, but an earlier phase protects {other}: no one claim")
-        Event.of_plan(plan)  # refused if it is no mechanism
+        plan.event()  # refused if it is no mechanism
         if self._last is not None:
             self.late_plans.append(phase)
         self.plans[phase] = plan
@@ -417,7 +417,7 @@ class History:
         events = []
         for (number, event), found in self._charged.items():
             if phase in (None, number):
-                least = min(found.values()) if len(found) == self.plans[number].bands else 0
+                least = min(found.values()) if len(found) == self.plans[number].sampling.parts else 0
                 events.append(replace(event, count=least if fewest else max(found.values())))
         events += [charge.event() for charge in self.lost if phase in (None, charge.phase)]
         return merge(events)
@@ -425,7 +425,7 @@ class History:
     def _charge(self, step_id: StepId, event: Event) -> None:
         """Counts a step that was opened, or that was committed with other noise than it had announced."""
         turn = self._turn(step_id)
-        if self._last is not None and self._counted_with(step_id, self._last[0], event):
+        if self._last is not None and self._charged_as_one(step_id) == self._charged_as_one(self._last[0]):
             if event.sigma >= self._last[1].sigma:
                 self._last = step_id, self._last[1]
                 return
@@ -438,30 +438,23 @@ class History:
         self._charged.setdefault((step_id.phase, event), Counter())[turn] += 1
         self._last = step_id, event
 
-    def _counted_with(self, step_id: StepId, last: StepId, event: Event) -> bool:
-        """Whether a step is charged together with the one before: it is that one, or of the same epoch."""
-        return step_id == last or (event.slots > 1 and self._epoch(step_id) == self._epoch(last))
-
     def _turn(self, step_id: StepId) -> int:
         """Which part of the records the step draws from."""
-        return step_id.step % self.plans[step_id.phase].bands
+        return self.plans[step_id.phase].sampling.part(step_id.step)
 
-    def _epoch(self, step_id: StepId) -> tuple[int, int, int]:
-        """The epoch of random allocation that a step belongs to: with the keys of its segment."""
-        return step_id.phase, step_id.segment, self.plans[step_id.phase].epoch_of(step_id.step)
+    def _charged_as_one(self, step_id: StepId) -> tuple[int, int, int]:
+        """Equal for steps that are charged as one: those of an epoch that is drawn by the keys of one segment."""
+        return step_id.phase, step_id.segment, self.plans[step_id.phase].sampling.charged_as_one(step_id.step)
 
     def charges_more(self, step_id: StepId, event: Event) -> bool:
         """Whether opening this step adds to what is charged: where records take turns, only if no other part has been
         drawn from more often; where they are allocated, only if it begins an epoch or has less noise than those before
         it."""
-        plan = self.plans[step_id.phase]
-        if (plan.bands, plan.slots) == (1, 1):
-            return True
         if step_id.phase in self._uneven:  # what was announced is not what is charged
             return True
-        if plan.slots > 1:
-            last = self._last
-            return last is None or self._epoch(step_id) != self._epoch(last[0]) or event.sigma < last[1].sigma
+        last = self._last
+        if last is not None and self._charged_as_one(step_id) == self._charged_as_one(last[0]):
+            return event.sigma < last[1].sigma
         counts = self._charged.get((step_id.phase, event), Counter())
         return counts[self._turn(step_id)] >= max(counts.values(), default=0)
 
@@ -470,15 +463,12 @@ class History:
         of its kind."""
         assert self._last is not None
         last, event = self._last
-        plan = self.plans[last.phase]
-        bands = plan.bands
-        if plan.slots > 1:
-            return plan.epoch_of(last.step + steps) - plan.epoch_of(last.step)
-        if bands == 1:
-            return steps
+        sampling = self.plans[last.phase].sampling
         counts = Counter(self._charged[last.phase, event])
         before = max(counts.values(), default=0)
-        counts.update((last.step + ahead) % bands for ahead in range(1, steps + 1))
+        for step in range(last.step + 1, last.step + steps + 1):
+            if sampling.charged_as_one(step) != sampling.charged_as_one(step - 1):
+                counts[sampling.part(step)] += 1
         return max(counts.values()) - before
 
     def departure(self, step_id: StepId, facts: StepFacts) -> str | None:
@@ -486,10 +476,7 @@ class History:
         plan, segment = self.plans[step_id.phase], self.segments[-1]
         if (departure := facts.departure_from(plan)) is not None:
             return departure
-        expected = None
-        if plan.banded is not None:
-            spread = plan.banded.spread(step_id.step, segment.from_step + 1)
-            expected = CorrelationFact(plan.banded.digest, facts.noise.std * spread)
+        expected = plan.noise.correlation(facts.noise.std, step_id.step, segment.from_step + 1)
         if facts.noise.correlation != expected:
             return "states noise of another matrix than its plan's, or with another deviation than that gives"
         return None
@@ -504,7 +491,7 @@ class History:
 
     def event(self, phase: int, facts: StepFacts) -> Event:
         """What a step of these facts is charged. Mostly the same as the one before, so that is remembered."""
-        parts = facts.sampling.threshold, facts.sampling.slots, facts.clipping.sensitivity, facts.noise.std
+        parts = facts.sampling.rule, facts.clipping.sensitivity, facts.noise.std
         if self._same is None or self._same[0] != (phase, *parts, facts.metrics):
             self._same = (phase, *parts, facts.metrics), self._event(phase, facts)
         return self._same[1]
@@ -513,14 +500,14 @@ class History:
         """If C adapts, σ·C_t / C_t is σ except for its last bit: steps that differ by no more are one mechanism."""
         event, plan = facts.event(), self.plans[phase]
         planned, event = plan.effective_noise_multiplier, replace(event, sigma=plan.charged_as(event.sigma))
-        moves = plan.adaptive is not None or plan.grid_growth > 0
+        moves = plan.adaptive is not None or plan.noise.growth > 0
         if not moves or abs(event.sigma - planned) > 4 * ROUNDING * planned:
             return event
         return replace(event, sigma=planned)
 
     def planned(self) -> list[Event]:
         """All steps of all plans, as they were planned."""
-        return merge(Event.of_plan(plan) for plan in self.plans.values())
+        return merge(plan.event() for plan in self.plans.values())
 
     def delta(self) -> float:
         deltas = {plan.delta for plan in self.plans.values()}

@@ -13,12 +13,13 @@ from typing import Any
 from murmuration.accounting.epsilon.accountant import affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
 
 
@@ -70,9 +71,9 @@ class Journal:
         by one step for each segment, so that more of their steps were lost than the heads' difference."""
         phases = {charge.phase for charge in newest.charged}
         return [
-            Charge.of(phase, Event.of_plan(plan, max(1, len(self.history.segments_of(phase)))))
+            Charge.of(phase, plan.event(max(1, len(self.history.segments_of(phase)))))
             for phase, plan in self.history.plans.items()
-            if plan.bands > 1 and phase in phases
+            if plan.sampling.parts > 1 and phase in phases
         ]
 
     def declare_choice(self, by: str) -> None:
@@ -211,7 +212,7 @@ class Journal:
         more = self.history.charges_more(step_id, event)
         key = event.kind
         if more and self._credit.get(key, 0) < 1:
-            wanted = max(1, plan.turns_of(plan.steps - step + 1))
+            wanted = max(1, plan.sampling.turns(plan.steps - step + 1))
             self._credit = {key: self._affordable(phase, event, wanted)}
         if more and self._credit[key] < 1:
             raise BudgetSpent(f"step {step} would pass epsilon = {self._budget(phase):g}; the run ends here")

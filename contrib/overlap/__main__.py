@@ -19,7 +19,7 @@ from pathlib import Path
 from murmuration.contrib.overlap.exclude import exclude_overlaps
 from murmuration.data.index.open import open_index
 from murmuration.data.progress import Progress
-from murmuration.train.commands.exits import guarded
+from murmuration.train.commands.exit_codes import guarded
 from murmuration.train.recipe.private_around import Extent, protected_around
 from murmuration.train.storage.sibling_runs import RunLog
 

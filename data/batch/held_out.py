@@ -46,5 +46,5 @@ class HeldOutReader:
         self._inner.close()
 
 
-def marking(reader: Reader, share: float | None) -> Reader:
-    return reader if share is None else HeldOutReader(reader, share)
+def marking(reader: Reader, share: float) -> Reader:
+    return HeldOutReader(reader, share) if share else reader

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from murmuration.accounting.sampling import RandomAllocation
 from murmuration.data.draw.poisson import (
     LANES,
     Draw,
@@ -32,8 +33,7 @@ class AllocationSampler:
     def __init__(self, key: bytes | StepKey, digest_key: bytes | StepKey, records: int, slots: int) -> None:
         """A key given as bytes is the key of all steps."""
         require_keys_and_records(key, digest_key, records)
-        if not 1 < slots <= 1 << 20:
-            raise ValueError(f"records are allocated to the steps of epochs of 2 to 2**20, not {slots}")
+        RandomAllocation(slots)  # refused unless an epoch has 2 to 2^20 steps
         self._key, self._digest_key = by_step(key), by_step(digest_key)
         self.records, self.slots, self.threshold = records, slots, max(1, round(LANES / slots))
 
@@ -50,7 +50,7 @@ class AllocationSampler:
         """The draw whose records are `ids`, put together from its parts."""
         ids.flags.writeable = False
         digest = keyed_digest(self._digest_key(step), (step, self.threshold, self.records, 1, self.slots), ids)
-        return Draw(step, self.threshold, self.records, digest, ids, slots=self.slots)
+        return Draw(step, RandomAllocation(self.slots), self.records, digest, ids)
 
     def part(self, step: int, first: int, stop: int) -> np.ndarray:
         """The records of one step, of those from `first`, a multiple of 4, up to `stop`."""

@@ -24,6 +24,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from murmuration.accounting.sampling import AnySampling, CyclicPoisson, Poisson
+
 LANES = 1 << 32
 _CHUNK_BYTES = 4 << 20
 _ZEROS = bytes(_CHUNK_BYTES)
@@ -42,14 +44,10 @@ class Draw:
     """What was actually drawn; the ledger records these fields, not a config. `ids` is private."""
 
     step: int
-    threshold: int
+    rule: AnySampling
     records: int
     digest: str
     ids: np.ndarray
-    parts: int = 1
-    """The number of parts that records are dealt into; one was drawn from."""
-    slots: int = 1
-    """Steps of an epoch, of which each record was allocated to one."""
 
 
 class Ids(Protocol):
@@ -68,6 +66,8 @@ class Sampler(Protocol[Drawn]):
 
 class DrawnInParts(Protocol):
     """A draw that ranks can make together: each asks for a part of the candidates that begins with a multiple of 4."""
+
+    def draw(self, step: int) -> Draw: ...
 
     def candidates(self, step: int) -> int: ...
 
@@ -109,7 +109,8 @@ class PoissonSampler:
         ids.flags.writeable = False
         numbers = (step, self.threshold, self.records, *([] if self.parts == 1 else [self.parts]))
         digest = keyed_digest(self._digest_key(step), numbers, ids)
-        return Draw(step, self.threshold, self.records, digest, ids, self.parts)
+        rule = Poisson(self.threshold) if self.parts == 1 else CyclicPoisson(self.threshold, self.parts)
+        return Draw(step, rule, self.records, digest, ids)
 
     def part(self, step: int, first: int, stop: int) -> np.ndarray:
         """The records that one step draws from its candidates, of those from `first`, a multiple of 4, up to `stop`."""

@@ -12,13 +12,12 @@ split over another number, the next run would train without protection on record
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from murmuration.accounting.strict_json import CLOSED
 from murmuration.data.index.epochs import Shuffle
+from murmuration.data.index.public_cut import PublicSplit
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.units import UnitTable
 from murmuration.data.index.view import IndexView
@@ -83,27 +82,6 @@ class SplitIndex(IndexView):
 def whole_of(index: _Records) -> RecordIndex | _Records:
     """The index of all records where this is one of a part; anything else is returned as it is."""
     return index.whole if isinstance(index, SplitIndex) else index
-
-
-@dataclass(frozen=True)
-class PublicSplit:
-    """How a set is split: its number of records, and the public fraction of them; or, with `unit`, of units."""
-
-    __pydantic_config__ = CLOSED
-    records: int
-    public_fraction: float
-    unit: str | None = None
-    others: bool = False
-    """Whether it is of another set that has some of these records: it deals them out differently."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.public_fraction < 1:
-            raise ValueError("the public share is not between 0 and 1")
-
-    def __str__(self) -> str:
-        things = "records" if self.unit is None else f"units by {self.unit!r}"
-        of = " of another set (or of other files under the same names)" if self.others else ""
-        return f"{self.public_fraction!r} of {self.records:,} {things}{of}"
 
 
 def public_share(records: int, fraction: float, what: str = "record") -> int:

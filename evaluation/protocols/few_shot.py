@@ -14,7 +14,7 @@ from murmuration.data.index.selection import Selection
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.rows import Rows
 from murmuration.evaluation.protocols.draws import ByDraw, Draw, FewRecords
-from murmuration.evaluation.protocols.probe import fitted, hits_of, note_unreadable, read_features, told_of_fit
+from murmuration.evaluation.protocols.linear_probe import fitted, hits_of, note_unreadable, read_features, told_of_fit
 from murmuration.evaluation.session.features import Extracted
 from murmuration.evaluation.session.result import Outcome, Result
 from murmuration.evaluation.session.session import Chosen, Session, Work, by_list, numbered

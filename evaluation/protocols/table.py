@@ -138,7 +138,7 @@ def _check_attack(arguments: Namespace) -> None:
 
 PROTOCOLS = (
     Protocol(
-        "probe", "a linear classifier on frozen features, trained on --data", options.linear, f"{HERE}.probe",
+        "probe", "a linear classifier on frozen features, trained on --data", options.linear, f"{HERE}.linear_probe",
         LEARNT_AND_SCORED, files=("classes",),
     ),
     Protocol(

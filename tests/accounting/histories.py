@@ -21,12 +21,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from murmuration.accounting import key_chain
 from murmuration.accounting.epsilon.accountant import describe, epsilon
+from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import RunKey, load, store
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
-from murmuration.accounting.plan import Event
 from tests.support.acc_world import CONFIG, DATA, PLAN, facts
 
 PHASES = 2

@@ -33,7 +33,7 @@ from murmuration.accounting.epsilon.gaussian import (
 )
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 NOTHING = [[], [Event(0.1, 1.0, 0)]]
 

@@ -15,11 +15,14 @@ import pytest
 from murmuration.accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
 from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import ClippedShare, PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.open_run import OpenRun, open_run
@@ -27,8 +30,8 @@ from murmuration.train.storage.run_dir import RunDir
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, facts, reopen, rewritten
 
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
-COUNT = PlannedMetric(METRIC, 0.5, 7.0)
-ADAPTIVE = replace(PLAN, adaptive=RULE, metrics=(COUNT,), noise_multiplier=30.0)
+COUNT = ClippedShare(METRIC, 0.5, 7.0, RULE)
+ADAPTIVE = replace(PLAN, metrics=(COUNT,), noise_multiplier=30.0)
 SHARES = [0.75, 0.1, -3.0, 0.4375, 9.0, 0.5]
 
 
@@ -147,7 +150,7 @@ def another_share(fields: dict[str, Any]) -> None:
 
 def another_rule(fields: dict[str, Any]) -> None:
     if fields["kind"] == "plan":
-        fields["plan"]["adaptive"]["quantile"] = 0.61
+        fields["plan"]["metrics"][0]["rule"]["quantile"] = 0.61
 
 
 def no_share(fields: dict[str, Any]) -> None:
@@ -236,10 +239,10 @@ def test_a_checkpoint_goes_on_with_the_norm_of_the_segment_that_made_it(tmp_path
 
 def test_a_plan_with_adaptive_clipping_goes_through_json_and_cannot_do_without_its_count() -> None:
     assert PrivacyPlan(**json.loads(json.dumps(ADAPTIVE.as_dict()))) == ADAPTIVE
-    assert "adaptive" not in PLAN.as_dict()
-    for change in ({"metrics": ()}, {"adaptive": None}, {"metrics": (PlannedMetric(METRIC, 1.0, 7.0),)}):
-        with pytest.raises(PlanError, match="need each other"):
-            replace(ADAPTIVE, **change)
+    with pytest.raises(PlanError, match="is a ClippedShare"):
+        PlannedMetric(METRIC, 0.5, 7.0)
+    with pytest.raises(PlanError, match=r"by 0\.5, not by 1\.0"):
+        replace(COUNT, bound=1.0)
     with pytest.raises(PlanError, match="outside the bounds"):
         replace(ADAPTIVE, clip_norm=1000.0)
 

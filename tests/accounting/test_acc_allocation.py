@@ -18,7 +18,8 @@ from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, gaussian_dots
-from murmuration.accounting.plan import RATE_DENOMINATOR, Event
+from murmuration.accounting.event import Event
+from murmuration.accounting.sampling import RATE_DENOMINATOR
 
 
 def epochs(slots: int, sigma: float, count: int = 1) -> Event:
@@ -181,7 +182,7 @@ def test_dp_cap_at_a_given_sigma() -> None:
 
 def test_calibrated_noise_is_the_least_that_fits() -> None:
     """Mehta et al. at a batch of 2^17: 10 epochs of 10 steps, where Poisson sampling needs 0.9."""
-    sigma = calibrate_sigma(0.1, 10, 10.0, 1e-6, slots=10)
+    sigma = calibrate_sigma(Event(0.1, 1.0, 10, slots=10), 10.0, 1e-6)
     assert 0.82 < sigma < 0.83
     assert epsilon([epochs(10, sigma, 10)], 1e-6) <= 10 < epsilon([epochs(10, sigma - 1e-5, 10)], 1e-6)
 

@@ -16,27 +16,30 @@ from murmuration.accounting.certificate.certificate import CertificateError, ver
 from murmuration.accounting.certificate.composition import total
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.heads import lost_charges, uncharged
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
-from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan, slots_for, threshold_of
+from murmuration.accounting.metrics import ClippedShare
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation, slots_for
 from murmuration.accounting.strict_json import parse, read
 from tests.support import acc_world
 from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, rewritten
 
 SLOTS = 4
 PLAN = replace(
-    acc_world.PLAN, records=101, slots=SLOTS, threshold=threshold_of(SLOTS), noise_multiplier=2.0, steps=12,
+    acc_world.PLAN, records=101, sampling=RandomAllocation(SLOTS), noise_multiplier=2.0, steps=12,
     epsilon_budget=8.0,
 )  # fmt: skip
 EPOCH = Event(1 / SLOTS, 2.0, 1, slots=SLOTS)
 
 
 def facts(step: int, plan: PrivacyPlan = PLAN, **changes: float) -> StepFacts:
-    honest = acc_world.facts(step, plan, keyed="", **changes)
-    return replace(honest, sampling=replace(honest.sampling, slots=plan.slots))
+    return acc_world.facts(step, plan, keyed="", **changes)
 
 
 def train(journal: Journal, steps: range, plan: PrivacyPlan = PLAN) -> None:
@@ -100,10 +103,9 @@ def test_a_step_of_less_noise_makes_its_whole_epoch_dearer(tmp_path: Path) -> No
 
 
 LIES: dict[str, Any] = {
-    "a Poisson sample": lambda f: replace(f, sampling=replace(f.sampling, slots=1)),
-    "other epochs": lambda f: replace(f, sampling=replace(f.sampling, slots=SLOTS + 1)),
-    "another threshold": lambda f: replace(f, sampling=replace(f.sampling, threshold=2**31)),
-    "turns": lambda f: replace(f, sampling=replace(f.sampling, parts=2)),
+    "a Poisson sample": lambda f: replace(f, sampling=replace(f.sampling, rule=Poisson(2**30))),
+    "other epochs": lambda f: replace(f, sampling=replace(f.sampling, rule=RandomAllocation(SLOTS + 1))),
+    "turns": lambda f: replace(f, sampling=replace(f.sampling, rule=CyclicPoisson(2**30, 4))),
     "less noise": lambda f: replace(f, noise=replace(f.noise, std=1.0)),
     "another divisor": lambda f: replace(f, noise=replace(f.noise, divisor=100.0)),
 }
@@ -132,7 +134,10 @@ def test_verify_recomputes_it_from_the_ledger_and_finds_a_charge_as_poisson(tmp_
     assert verify(tmp_path).epsilon == claim == epsilon([replace(EPOCH, count=3)], PLAN.delta)
     (phase,) = told["phases"]
     assert phase["events"] == [{"mechanism": phase["events"][0]["mechanism"], **replace(EPOCH, count=3).as_dict()}]
-    assert "each record in one of them" in phase["events"][0]["mechanism"] and phase["plan"]["slots"] == SLOTS
+    assert "each record in one of them" in phase["events"][0]["mechanism"] and phase["plan"]["sampling"] == {
+        "kind": "allocation",
+        "slots": SLOTS,
+    }
     assert "every record takes part in one step" in told["mechanism"]
     assert any("key of that allocation" in text for text in told["known_deviations"])
     unproved = [*told["limits"]["groups"], told["limits"]["replacement"]]
@@ -153,9 +158,11 @@ def test_a_ledger_rewritten_as_poisson_is_charged_as_that_and_no_longer_fits_its
     finished(tmp_path)
 
     def poisson(fields: dict[str, Any]) -> None:
-        fields.get("plan", {}).pop("slots", None)
+        rule = {"kind": "poisson", "threshold": 2**32 // SLOTS}
+        if "plan" in fields:
+            fields["plan"]["sampling"] = rule
         if "facts" in fields:
-            del fields["facts"]["sampling"]["slots"]
+            fields["facts"]["sampling"]["rule"] = rule
 
     rewritten(tmp_path, poisson)
     with pytest.raises((CertificateError, LedgerError)):
@@ -181,8 +188,8 @@ def test_a_lost_part_of_the_ledger_is_charged_by_epochs(tmp_path: Path) -> None:
 
 
 def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_epoch(tmp_path: Path) -> None:
-    rule, counted = AdaptiveRule(0.5, 1.0, 0.1, 10.0), PlannedMetric(METRIC, SENSITIVITY, 3.0)
-    plan = replace(PLAN, adaptive=rule, metrics=(counted,))
+    rule = AdaptiveRule(0.5, 1.0, 0.1, 10.0)
+    plan = replace(PLAN, metrics=(ClippedShare.of(3.0, rule),))
     journal, norm = begin(tmp_path, plan), plan.clip_norm
     for step in range(1, 7):
         honest = facts(step, plan, std=plan.noise_multiplier * norm, sensitivity=norm)
@@ -194,19 +201,16 @@ def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_epoch(tmp_
     assert journal.history.charged() == [replace(EPOCH, sigma=together, count=2)]
 
 
-def test_a_plan_is_frozen_with_its_epochs_and_older_plans_have_none() -> None:
+def test_a_plan_is_frozen_with_its_epochs() -> None:
     assert PrivacyPlan(**PLAN.as_dict()) == PLAN  # pyright: ignore[reportArgumentType]
-    assert PLAN.as_dict()["slots"] == SLOTS and "slots" not in acc_world.PLAN.as_dict()
     assert (PLAN.sampling_rate, PLAN.divisor, PLAN.participations) == (1 / 4, 101 / 4, 3)
     assert replace(PLAN, steps=13).participations == 4, "a cut epoch is charged whole"
     for changes, said in (
-        ({"slots": 13}, "no more than there are"),
-        ({"threshold": 2**31}, "not that of an allocation"),
-        ({"banded": best_banded(4, 12)}, "do not go together"),
+        ({"sampling": RandomAllocation(13)}, "longer than all 12 steps"),
+        ({"noise": best_banded(4, 12)}, "do not go together"),
     ):
         with pytest.raises(PlanError, match=said):
             replace(PLAN, **changes)  # pyright: ignore[reportArgumentType]
-    assert "slots" not in acc_world.facts(1).as_dict()["sampling"]
     assert read(StepFacts, facts(1).as_dict()) == facts(1)
     assert "slots" not in Charge.of(0, Event(0.5, 1.0, 3)).as_dict() and asdict(Charge.of(0, EPOCH))["slots"] == SLOTS
 

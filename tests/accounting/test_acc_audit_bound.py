@@ -27,7 +27,7 @@ from murmuration.accounting.epsilon.audit_evidence import (
 from murmuration.accounting.epsilon.audit_pairs import Pairs, pairs_of
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.trade_off import TradeOff, of_events, of_point
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 ACCURACY = {eps: math.exp(eps) / (1 + math.exp(eps)) for eps in (0.0, 0.5, 1.0, 2.0, 4.0)}
 

@@ -20,17 +20,22 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.facts import Charge, CorrelationFact, Head, MetricFact, StepFacts, StepId
+from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
-from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan, threshold_for
+from murmuration.accounting.metrics import ClippedShare
+from murmuration.accounting.noise import CorrelationFact, ExactGrid
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import CyclicPoisson, Poisson, threshold_for
 from tests.support import acc_world
 from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, rewritten
 
 BANDS = 4
 MATRIX = best_banded(BANDS, 40)
-PLAN = replace(acc_world.PLAN, records=101, banded=MATRIX)
+PLAN = replace(acc_world.PLAN, records=101, sampling=CyclicPoisson(2**32, BANDS), noise=MATRIX)
 SIZES = [(2, 2), (2, 100), (3, 10), (8, 64), (16, 6000), (64, 640)]
 
 
@@ -147,9 +152,16 @@ def test_the_likelihood_ratio_of_a_block_is_that_of_one_sampled_step() -> None:
 def test_epsilon_is_dp_accountings_for_one_sampled_step_per_turn(n: int, batch: int, steps: int, bands: int) -> None:
     rate, turns = threshold_for(n, batch, bands) / 2**32, math.ceil(steps / bands)
     assert rate == pytest.approx(bands * batch / n, rel=1e-6)
-    sigma = calibrate_sigma(rate, turns, 4.0, 1e-6)
+    sigma = calibrate_sigma(Event(rate, 1.0, turns), 4.0, 1e-6)
     plan = PrivacyPlan(
-        n, threshold_for(n, batch, bands), 1.0, sigma, steps, 1e-6, 4.0, banded=best_banded(bands, steps)
+        n,
+        CyclicPoisson(threshold_for(n, batch, bands), bands),
+        1.0,
+        sigma,
+        steps,
+        1e-6,
+        4.0,
+        noise=best_banded(bands, steps),
     )
     assert plan.divisor == pytest.approx(batch, rel=1e-6) and plan.participations == turns
     theirs = PLDAccountant().compose(
@@ -167,20 +179,18 @@ def test_where_every_turn_draws_all_its_records_epsilon_has_a_closed_form() -> N
 
 def test_plans_survive_json_and_plans_without_a_matrix_are_as_before() -> None:
     told = json.loads(json.dumps(PLAN.as_dict()))
-    assert PrivacyPlan(**told) == PLAN and "banded" not in acc_world.PLAN.as_dict()
-    assert MATRIX.digest == BandedNoise(**told["banded"]).digest != best_banded(BANDS, 41).digest
+    assert PrivacyPlan(**told) == PLAN and "noise" not in acc_world.PLAN.as_dict()
+    assert MATRIX.digest == BandedNoise(**told["noise"]).digest != best_banded(BANDS, 41).digest
     with pytest.raises(PlanError, match="need as many records and steps"):
         replace(PLAN, steps=3)
-    with pytest.raises(PlanError, match="whole numbers"):
-        replace(PLAN, grid_growth=1e-6)
+    with pytest.raises(PlanError, match="does not go with noise of 1 bands"):
+        replace(PLAN, noise=ExactGrid())
 
 
 def facts(step: int, begun_after: int = 0, plan: PrivacyPlan = PLAN, **changes: Any) -> StepFacts:
-    assert plan.banded is not None
     honest = acc_world.facts(step, plan, **changes)
-    fact = CorrelationFact(plan.banded.digest, honest.noise.std * plan.banded.spread(step, begun_after + 1))
-    sampling = replace(honest.sampling, parts=plan.bands)
-    return replace(honest, sampling=sampling, noise=replace(honest.noise, correlation=fact))
+    fact = CorrelationFact(MATRIX.digest, honest.noise.std * MATRIX.spread(step, begun_after + 1))
+    return replace(honest, noise=replace(honest.noise, correlation=fact))
 
 
 def train(journal: Journal, steps: range, begun_after: int = 0, plan: PrivacyPlan = PLAN) -> None:
@@ -218,9 +228,9 @@ def with_noise_of(honest: StepFacts, **changes: Any) -> StepFacts:
 
 
 LIES: dict[str, Any] = {
-    "all records drawn from": lambda f: replace(f, sampling=replace(f.sampling, parts=1)),
-    "other parts": lambda f: replace(f, sampling=replace(f.sampling, parts=BANDS + 1)),
-    "the rate of all records": lambda f: replace(f, sampling=replace(f.sampling, threshold=2**30)),
+    "all records drawn from": lambda f: replace(f, sampling=replace(f.sampling, rule=Poisson(2**32))),
+    "other parts": lambda f: replace(f, sampling=replace(f.sampling, rule=CyclicPoisson(2**32, BANDS + 1))),
+    "the rate of all records": lambda f: replace(f, sampling=replace(f.sampling, rule=CyclicPoisson(2**30, BANDS))),
     "independent noise": lambda f: replace(f, noise=replace(f.noise, correlation=None)),
     "another matrix": lambda f: with_noise_of(f, matrix="a"),
     "less noise": lambda f: with_noise_of(f, added=1.0),
@@ -271,7 +281,7 @@ def test_verify_recomputes_it_from_the_ledger_and_finds_a_charge_at_the_rate_of_
 
     def at_rate_of_all(fields: dict[str, Any]) -> None:
         if "facts" in fields:
-            fields["facts"]["sampling"]["threshold"] //= BANDS
+            fields["facts"]["sampling"]["rule"]["threshold"] //= BANDS
 
     rewritten(tmp_path, at_rate_of_all)
     with pytest.raises((CertificateError, LedgerError)):
@@ -287,8 +297,8 @@ def test_a_turn_that_adds_nothing_is_told_from_one_that_does(tmp_path: Path) -> 
 
 
 def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_turn(tmp_path: Path) -> None:
-    rule, counted = AdaptiveRule(0.5, 1.0, 0.1, 10.0), PlannedMetric(METRIC, SENSITIVITY, 3.0)
-    plan = replace(PLAN, adaptive=rule, metrics=(counted,))
+    rule = AdaptiveRule(0.5, 1.0, 0.1, 10.0)
+    plan = replace(PLAN, metrics=(ClippedShare.of(3.0, rule),))
     journal, norm = begin(tmp_path, plan), plan.clip_norm
     for step in range(1, 7):
         honest = facts(step, plan=plan, std=plan.noise_multiplier * norm, sensitivity=norm)

@@ -11,7 +11,8 @@ from murmuration.accounting.epsilon import calibrate
 from murmuration.accounting.epsilon.accountant import MARGIN, affordable_steps, epsilon, quick_epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import RATE_DENOMINATOR, Event, threshold_for
+from murmuration.accounting.event import Event
+from murmuration.accounting.sampling import RATE_DENOMINATOR, threshold_for
 
 DEMO = (20_000, 1000, 50, 2.5e-5)
 
@@ -27,7 +28,7 @@ DEMO = (20_000, 1000, 50, 2.5e-5)
     ],
 )  # fmt: skip
 def test_sigma(rate, steps, target, delta, by) -> None:
-    sigma = calibrate_sigma(rate, steps, target, delta, by)
+    sigma = calibrate_sigma(Event(rate, 1.0, steps), target, delta, by)
     assert sigma == round(sigma, 5)
     assert epsilon([Event(rate, sigma, steps)], delta, by) <= target
     assert epsilon([Event(rate, round(sigma - 1e-5, 5), steps)], delta, by) > target
@@ -42,13 +43,13 @@ def test_sigma(rate, steps, target, delta, by) -> None:
     ],
 )  # fmt: skip
 def test_exact_sigmas_of_the_papers(n, batch, steps, share, rdp, pld) -> None:
-    assert abs(calibrate_sigma(batch / n, steps, 8.0, share / n, "rdp") - rdp) < 1e-4
-    assert abs(calibrate_sigma(batch / n, steps, 8.0, share / n) - pld) < 2e-4
+    assert abs(calibrate_sigma(Event(batch / n, 1.0, steps), 8.0, share / n, "rdp") - rdp) < 1e-4
+    assert abs(calibrate_sigma(Event(batch / n, 1.0, steps), 8.0, share / n) - pld) < 2e-4
 
 
 @pytest.mark.parametrize("by", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
 def test_steps(by) -> None:
-    steps = calibrate_steps(0.05, 0.8, 6.0, 2.5e-5, by)
+    steps = calibrate_steps(Event(0.05, 0.8, 1), 6.0, 2.5e-5, by)
     assert epsilon([Event(0.05, 0.8, steps)], 2.5e-5, by) <= 6.0
     assert epsilon([Event(0.05, 0.8, steps + 1)], 2.5e-5, by) > 6.0
 
@@ -75,7 +76,8 @@ def test_a_target_that_promises_nothing_is_refused_before_anything_is_searched(
     for name in ("epsilon", "quick_epsilon"):
         monkeypatch.setattr(calibrate, name, lambda *_: pytest.fail("searched"))
     for ask in (
-        lambda: calibrate_sigma(0.05, 50, target, 1e-5), lambda: calibrate_steps(0.05, 0.1, target, 1e-5),
+        lambda: calibrate_sigma(Event(0.05, 1.0, 50), target, 1e-5),
+        lambda: calibrate_steps(Event(0.05, 0.1, 1), target, 1e-5),
         lambda: calibrate_batch(1000, 0.3, 1000, target, 1e-5),
     ):  # fmt: skip
         with pytest.raises(AccountingError, match=r"promises nothing.*give at most 100"):
@@ -97,7 +99,7 @@ def test_few_points_are_accounted_for_in_full_even_far_out(
         return epsilon(events, *others)
 
     monkeypatch.setattr(calibrate, "epsilon", counted)
-    sigma = calibrate_sigma.__wrapped__(rate, steps, target, delta)
+    sigma = calibrate_sigma.__wrapped__(Event(rate, 1.0, steps), target, delta)
     assert len(asked) <= 10
     spent, above = (epsilon([Event(rate, each, steps)], delta) for each in (sigma, round(sigma - 1e-5, 5)))
     assert spent <= target * (1 - MARGIN) < above
@@ -117,17 +119,17 @@ def test_the_quick_bound_lies_above_the_accounted_epsilon_and_close(event: Event
 @pytest.mark.parametrize("by", ["quick", "pld"])
 def test_only_too_little_noise_explains_that_there_is_no_answer(by: calibrate.By) -> None:
     """An accountant that has none with a noise multiplier above 50 either says why, and not that noise is missing."""
-    ladder = calibrate._SigmaLadder(0.5, 2, 8.0, 1e-38, digits=2)
+    ladder = calibrate._SigmaLadder(Event(0.5, 1.0, 2), 8.0, 1e-38, digits=2)
     assert ladder.excess(1, by) == ladder.excess(4_900, by) == math.inf
     with pytest.raises(AccountingError, match="too small for PLD accounting"):
         ladder.excess(5_100, by)
     with pytest.raises(AccountingError, match="too small for PLD accounting"):
-        calibrate_sigma(0.5, 2, 8.0, 1e-38)
+        calibrate_sigma(Event(0.5, 1.0, 2), 8.0, 1e-38)
 
 
 def test_where_delta_alone_keeps_any_epsilon_the_least_noise_that_can_be_accounted_is_enough() -> None:
     """A record that takes part less often than delta: epsilon is 0 with any noise, so its slope leads nowhere."""
-    sigma = calibrate_sigma(1e-6, 1, 8.0, 1e-3, digits=3)
+    sigma = calibrate_sigma(Event(1e-6, 1.0, 1), 8.0, 1e-3, digits=3)
     assert 0 < sigma < 0.1 and epsilon([Event(1e-6, sigma, 1)], 1e-3) < 1e-9
     with pytest.raises(AccountingError, match="use more noise"):
         epsilon([Event(1e-6, sigma - 1e-3, 1)], 1e-3)

@@ -21,8 +21,8 @@ from murmuration.accounting.epsilon.accountant import epsilon, show_delta
 from murmuration.accounting.epsilon.trade_off import of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
 from murmuration.accounting.escaping import printable
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.plan import Event
 from tests.support.acc_world import CONFIG, DATA, KEY, PLAN, begin, certified, document_of, facts, train, whole_run
 
 

@@ -16,7 +16,7 @@ from murmuration.accounting.banded import best_banded
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 from tests.support.acc_world import certified, rewritten, whole_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,7 +335,7 @@ def test_a_ledger_that_contradicts_its_plan_is_refused_with_code_5(run_dir: Path
 
     def forge(fields: dict) -> None:
         if fields["kind"] in ("open", "commit"):
-            fields["facts"]["sampling"]["threshold"] = 1
+            fields["facts"]["sampling"]["rule"]["threshold"] = 1
             fields["facts"]["noise"]["std"] = 1e9
             fields["facts"]["clipping"]["sensitivity"] = 1e-9
 

@@ -28,7 +28,7 @@ from murmuration.accounting.epsilon.composition import (
 from murmuration.accounting.epsilon.loss_lattice import UNIT, LossLattice, lower, upper
 from murmuration.accounting.epsilon.other_pairs import Group, dominating
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 VIP = 233_000_000
 # rate, sigma, steps, delta, and the epsilon that an 80-bit and a tilted transform, both written by others, found on
@@ -382,7 +382,7 @@ def test_other_processors_agree_within_the_stated_tolerance(name: str) -> None:
 
 
 def test_calibrated_noise_keeps_its_budget_with_room_for_other_processors() -> None:
-    sigma = calibrate_sigma(0.05, 20, 3.0, 1e-5)
+    sigma = calibrate_sigma(Event(0.05, 1.0, 20), 3.0, 1e-5)
     assert epsilon([Event(0.05, sigma, 20)], 1e-5) <= 3.0 * (1 - 1e-8)
 
 

@@ -15,8 +15,8 @@ from murmuration.accounting.certificate.composition import composed, known_runs,
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event
 from tests.support.acc_world import CONFIG, DATA, KEY, PLAN, begin, reopen, train, whole_run
 
 

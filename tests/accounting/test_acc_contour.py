@@ -17,7 +17,7 @@ from murmuration.accounting.epsilon.contour import Contour, _Line
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import Atoms, cells, dots
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 TINY = (1.4e-5, 1.23, 244_941, 2.3e-9)
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(24)

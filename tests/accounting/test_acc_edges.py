@@ -30,6 +30,7 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.escaping import LONGEST, first_line, sentence
+from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
 from murmuration.accounting.ledger import copied_run, heads
@@ -38,7 +39,7 @@ from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import GRID_GROWTH, Event
+from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.template import html_page, json_text
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
@@ -218,7 +219,7 @@ def test_how_far_a_sensitivity_may_be_off_is_a_share_of_it(tmp_path: Path, norm:
 
 @pytest.mark.parametrize("norm", [2.0**-10, 1.0, 2.0**10])
 def test_how_coarse_a_grid_may_be_is_a_share_of_the_sensitivity(norm: float) -> None:
-    plan = replace(PLAN, grid_growth=GRID_GROWTH, clip_norm=norm)
+    plan = replace(PLAN, noise=ExactGrid(), clip_norm=norm)
     for exponent in range(-60, 20):
         grid = 2.0**exponent
         fits = grid * math.sqrt(10) <= GRID_GROWTH * norm

@@ -22,16 +22,20 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.statement import DEVIATIONS, EXACT_MECHANISM, MECHANISM
 from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.facts import EXACT, MetricFact, StepFacts
+from murmuration.accounting.ledger.facts import MetricFact, StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import GRID_GROWTH, Event, PlannedMetric, PrivacyPlan, fits_grid
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.noise import EXACT, GRID_GROWTH, ExactGrid, fits_grid
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, facts, rewritten, whole_run
 
 GRID = 2.0**-22
-EXACT_PLAN = replace(PLAN, grid_growth=GRID_GROWTH, steps=3)
+EXACT_PLAN = replace(PLAN, noise=ExactGrid(), steps=3)
 
 
 def exact_facts(step: int, plan: PrivacyPlan = EXACT_PLAN, **noise: Any) -> StepFacts:
@@ -62,7 +66,7 @@ def test_a_run_of_exact_noise_is_charged_for_its_grid_and_verified(tmp_path: Pat
     assert verdict.epsilon == document["claim"]["epsilon"] == epsilon([charged], EXACT_PLAN.delta)
     assert verdict.epsilon > epsilon([Event(1.0, 20.0, 3)], EXACT_PLAN.delta)
     (phase,) = document["phases"]
-    assert phase["plan"]["grid_growth"] == 1e-6
+    assert phase["plan"]["noise"] == {"kind": "exact", "growth": 1e-6}
     assert [(event["sigma"], event["count"]) for event in phase["events"]] == [(charged.sigma, 3)]
     assert document["mechanism"] == EXACT_MECHANISM != MECHANISM
     assert History.read(tmp_path / "ledger.jsonl")[0].charged() == [charged]
@@ -156,9 +160,9 @@ def _line(kind: str, change: Callable[[dict[str, Any]], None]) -> Callable[[dict
 
 
 FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
-    "the plan charges nothing": _line("plan", lambda f: f["plan"].pop("grid_growth")),
-    "the plan charges less": _line("plan", lambda f: f["plan"].update(grid_growth=1e-8)),
-    "the plan charges more than there is": _line("plan", lambda f: f["plan"].update(grid_growth=0.5)),
+    "the plan charges nothing": _line("plan", lambda f: f["plan"].pop("noise")),
+    "the plan charges less": _line("plan", lambda f: f["plan"]["noise"].update(growth=1e-8)),
+    "the plan charges more than there is": _line("plan", lambda f: f["plan"]["noise"].update(growth=0.5)),
     "another generator": _line("open", lambda f: f["facts"]["noise"].update(generator="aes-256-ctr")),
     "no grid": _line("open", lambda f: f["facts"]["noise"].pop("grid")),
     "a coarser grid": _line("open", lambda f: f["facts"]["noise"].update(grid=2.0**-10)),
@@ -188,12 +192,12 @@ def test_a_certificate_that_calls_other_noise_exact_is_refused(tmp_path: Path) -
 
 
 def test_calibration_and_simulation_pay_for_the_grid() -> None:
-    sigma = calibrate_sigma(0.01, 100, 2.0, 1e-5)
+    sigma = calibrate_sigma(Event(0.01, 1.0, 100), 2.0, 1e-5)
     more = enlarged(sigma, GRID_GROWTH)
     assert sigma == enlarged(sigma, 0.0) and sigma <= more / (1 + GRID_GROWTH) and more < sigma * (1 + 1e-6) + 1.1e-5
     assert epsilon([Event(0.01, more / (1 + GRID_GROWTH), 100)], 1e-5) <= 2.0
-    cheap = stand_in(replace(EXACT_PLAN, threshold=2**31), 4.0)
-    assert cheap.grid_growth == GRID_GROWTH and cheap.noise_multiplier == 5.0
+    cheap = stand_in(replace(EXACT_PLAN, sampling=Poisson(2**31)), 4.0)
+    assert cheap.noise == ExactGrid() and cheap.noise_multiplier == 5.0
     event = Event(cheap.sampling_rate, cheap.effective_noise_multiplier, cheap.steps)
     assert epsilon([event], cheap.delta) <= cheap.epsilon_budget
 

@@ -13,7 +13,7 @@ from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon, unamplified_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 LAION, IMAGENET = 233_000_000, 1_281_167
 DPCAP = 233_804_767
@@ -59,8 +59,8 @@ MEHTA = {
 @pytest.mark.parametrize("target", MEHTA)
 def test_full_batch_table(target: float) -> None:
     exact, rdp = MEHTA[target]
-    assert abs(calibrate_sigma(1.0, 1, target, 1e-6) - exact) <= 1e-4
-    assert abs(calibrate_sigma(1.0, 1, target, 1e-6, "rdp") - rdp) <= 1e-4
+    assert abs(calibrate_sigma(Event(1.0, 1.0, 1), target, 1e-6) - exact) <= 1e-4
+    assert abs(calibrate_sigma(Event(1.0, 1.0, 1), target, 1e-6, "rdp") - rdp) <= 1e-4
 
 
 EPOCHS = {

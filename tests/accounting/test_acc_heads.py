@@ -9,12 +9,12 @@ import pytest
 
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.ledger.heads import NAME, append, contains, lost_charges, read_heads, uncharged
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import Event
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.open_run import OpenRun, open_run

@@ -12,11 +12,14 @@ import pytest
 
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
 from murmuration.accounting.ledger.journal import BudgetSpent
-from murmuration.accounting.plan import Event, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.strict_json import read
 from tests.support.acc_world import (
     CONFIG,
@@ -110,7 +113,7 @@ def test_a_commit_outside_any_accounting_makes_the_run_not_private(tmp_path: Pat
 
 
 CONTRADICTIONS: dict[str, tuple[PrivacyPlan, Callable[[StepFacts], StepFacts], str]] = {
-    "rate": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, threshold=1)), "states K = 1"),
+    "rate": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, rule=Poisson(1))), "with K = 1, but"),
     "n": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, records=99)), "states n = 99"),
     "divisor": (PLAN, lambda f: replace(f, noise=replace(f.noise, divisor=97.0)), "states the divisor = 97"),
     "noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=1e9)), "states the deviation of the noise = 1000"),

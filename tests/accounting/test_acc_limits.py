@@ -30,14 +30,16 @@ from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, gaussian_epsilon
 from murmuration.accounting.epsilon.neighbours import group_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson, threshold_for
 from tests.support.acc_world import CONFIG, DATA, KEY, PLAN, begin, document_of, train
 
 # As the demo has them: q = 0.05, 50 steps, epsilon 8 at 1/(2n).
 DEMO = PrivacyPlan(
-    records=20_000, threshold=threshold_for(20_000, 1000), clip_norm=1.0, noise_multiplier=0.60742, steps=50,
+    records=20_000, sampling=Poisson(threshold_for(20_000, 1000)), clip_norm=1.0, noise_multiplier=0.60742, steps=50,
     delta=2.5e-5, epsilon_budget=8.0,
 )  # fmt: skip
 ABOUT = {"about": {"data": "Drawn shapes with captions", "owner": "Office of the owner"}, "model": "captioner, custom"}

@@ -17,7 +17,7 @@ from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, upper
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.other_pairs import Group, Replacement, cells, dominating
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 ONE_STEP = [Event(1.0, 0.6529, 1)]
 DPCAP = Event(24077779 / 2**32, 0.70711, 5708)

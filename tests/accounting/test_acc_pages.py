@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -29,7 +30,8 @@ from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff, of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
+from murmuration.accounting.metrics import HeldOutAccuracy
 from murmuration.accounting.unit import RECORD
 from tests.support.acc_world import begin, document_of, train, whole_run
 
@@ -163,7 +165,7 @@ def test_every_tick_and_word_of_the_picture_is_inside_it_and_says_where_it_is() 
 
 
 def test_pages_name_data_and_owner_and_held_out_records(document: dict[str, Any]) -> None:
-    document["phases"][0]["plan"]["held_out"] = 0.125
+    document["phases"][0]["plan"]["metrics"] = [asdict(HeldOutAccuracy.of(5.0, 0.125))]
     for page in (markdown(document), html_page(document)):
         assert page.count("Scans of one hospital") >= 3, "claim, NIST and registry"
         assert "held out in private: 12.500" in page

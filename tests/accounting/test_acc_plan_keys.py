@@ -12,12 +12,14 @@ from typing import get_args
 import pytest
 
 from murmuration.accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
-from murmuration.accounting.plan import RATE_DENOMINATOR, PlannedMetric, PrivacyPlan, parse_delta, threshold_for
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan, parse_delta
+from murmuration.accounting.sampling import RATE_DENOMINATOR, Poisson, threshold_for
 from tests.support.acc_world import PLAN
 
 
 def test_plan_is_frozen_and_consistent() -> None:
-    plan = replace(PLAN, threshold=2**31)
+    plan = replace(PLAN, sampling=Poisson(2**31))
     assert (plan.sampling_rate, plan.divisor, plan.noise_std) == (0.5, 50.0, 20.0)
     assert PLAN.sampling_rate == 1.0
     with pytest.raises(AttributeError):

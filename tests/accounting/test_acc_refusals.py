@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from murmuration.accounting.adaptive import AdaptiveError, AdaptiveRule
-from murmuration.accounting.banded import BandedError, BandedNoise, best_banded
+from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon
 from murmuration.accounting.epsilon.audit_bound import AuditError, epsilon_bound, numbers_of_guesses, p_value
 from murmuration.accounting.epsilon.audit_evidence import collect
@@ -21,8 +21,11 @@ from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
-from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event, PlanError, PlannedMetric, parse_delta, slots_for, threshold_for
+from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.event import Event
+from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
+from murmuration.accounting.plan import parse_delta
+from murmuration.accounting.sampling import Poisson, slots_for, threshold_for
 from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit
 from tests.support.acc_world import PLAN
@@ -33,7 +36,7 @@ CAPPED = [Event(0.1, 1.0, 3, cap=20, records=100)]
 EPOCHS = [Event(1 / 4, 1.0, 2, slots=4)]
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
 LOSS = PlannedMetric("loss", 2.0, 80.0)
-ACCURACY = PlannedMetric("accuracy", 1.0, 5.0)
+ACCURACY = HeldOutAccuracy("accuracy", 1.0, 5.0, 0.25)
 MATRIX = best_banded(4, 40)
 
 Row = tuple[str, Callable[[], Any], type[Exception], str]
@@ -104,9 +107,10 @@ ROWS: list[Row] = [
     ("opacus of an allocation", lambda: opacus_epsilon(EPOCHS, 1e-5), AccountingError, "random allocation"),
     ("an allocation to many steps", lambda: epsilon([Event(2**-21, 1.0, 1, slots=2**21)], 1e-5), AccountingError,
      "steps, not 2097152"),
-    *each("sigma for", lambda target: calibrate_sigma(0.1, 1, target, 1e-6), AccountingError, "finite and positive",
-          0.0, -1.0, NAN, INF),
-    ("steps that are too dear", lambda: calibrate_steps(0.5, 0.5, 0.1, 1e-6), AccountingError, "single step passes"),
+    *each("sigma for", lambda target: calibrate_sigma(Event(0.1, 1.0, 1), target, 1e-6), AccountingError,
+          "finite and positive", 0.0, -1.0, NAN, INF),
+    ("steps that are too dear", lambda: calibrate_steps(Event(0.5, 0.5, 1), 0.1, 1e-6), AccountingError,
+     "single step passes"),
     ("a batch that is too dear", lambda: calibrate_batch(10, 0.5, 3, 0.1, 1e-6), AccountingError, "batch of 1 passes"),
     *each("runs", tuned, AccountingError, "mean number of tuning runs must be at least 1, but is", {"mean": 0.99},
           {"mean": INF}, {"mean": NAN}, {"mean": 0}),
@@ -123,16 +127,17 @@ ROWS: list[Row] = [
     ("guesses: of one canary", lambda: numbers_of_guesses(1), AuditError, "can refute nothing"),
     ("evidence: too little", lambda: collect(np.zeros(9), np.ones(10, bool)), AuditError, "one score per canary"),
     ("evidence: no numbers", lambda: collect(np.full(10, NAN), np.ones(10, bool)), AuditError, "not finite"),
-    *each("a plan", planned, PlanError, "threshold K must lie", {"threshold": 0}, {"threshold": 2**32 + 1}),
+    *each("a Poisson sample", Poisson, PlanError, "threshold K must lie", 0, 2**32 + 1),
     *each("a plan", planned, PlanError, "records and steps", {"records": 0}, {"steps": 0}),
     *each("a plan", planned, PlanError, "delta must lie", {"delta": 0.0}, {"delta": 0.011}, {"delta": NAN}),
     *each("a plan", planned, PlanError, "must be a finite positive number", {"clip_norm": 0.0}, {"clip_norm": INF},
           {"noise_multiplier": 0.0}, {"noise_multiplier": NAN}, {"noise_multiplier": -1.0}, {"epsilon_budget": 0.0},
           {"epsilon_budget": INF}),
-    *each("a plan that holds out", planned, PlanError, "held",
-          {"held_out": None, "metrics": (ACCURACY,)}, {"held_out": 0.25}, {"held_out": 0.6, "metrics": (ACCURACY,)},
-          {"held_out": 0.25, "metrics": (replace(ACCURACY, bound=2.0),)},
-          {"held_out": 0.0, "metrics": (ACCURACY,)}, {"held_out": 0.25, "metrics": (ACCURACY, ACCURACY)}),
+    *each("records held out", lambda **wrong: replace(ACCURACY, **wrong), PlanError, "held",
+          {"share": 0.6}, {"bound": 2.0}, {"share": 0.0}),
+    ("an accuracy of no records", lambda: PlannedMetric("accuracy", 1.0, 5.0), PlanError, "is a HeldOutAccuracy"),
+    ("a loss of held-out records", lambda: replace(ACCURACY, name="loss"), PlanError, "is a PlannedMetric"),
+    ("a metric twice", lambda: planned(metrics=(ACCURACY, ACCURACY)), PlanError, "released twice"),
     *each("a batch of 100", lambda batch: threshold_for(100, batch), PlanError, r"must lie in \(0, 100\]",
           0, -1, 101, NAN),
     ("a delta in words", lambda: parse_delta("one", 100), PlanError, "delta must be a number, '1/n' or"),
@@ -143,15 +148,15 @@ ROWS: list[Row] = [
     *each("norms that adapt", lambda **wrong: replace(RULE, **wrong), AdaptiveError, "needs",
           {"quantile": 0.0}, {"quantile": 1.0}, {"learning_rate": 0.0}, {"learning_rate": 10.5}, {"lowest": 0.0},
           {"lowest": 2.0, "highest": 1.0}, {"highest": INF}, {"quantile": NAN}, {"lowest": NAN}),
-    ("bands without a step", lambda: replace(MATRIX, horizon=0), BandedError,
+    ("bands without a step", lambda: replace(MATRIX, horizon=0), PlanError,
      "horizon of banded noise must be at least 1 step, but is 0"),
-    ("bands: less noise", lambda: moved(lambda m: m * 0.999), BandedError, "one record moves"),
-    ("bands: other weights", lambda: moved(lambda m: m * np.where(np.eye(4) > 0, 1, 1.5)), BandedError,
+    ("bands: less noise", lambda: moved(lambda m: m * 0.999), PlanError, "one record moves"),
+    ("bands: other weights", lambda: moved(lambda m: m * np.where(np.eye(4) > 0, 1, 1.5)), PlanError,
      "one record moves"),
-    ("bands: negative diagonal", lambda: moved(lambda m: m * -1), BandedError, "above 0"),
-    ("bands: a draw left out", lambda: moved(lambda m: m * np.where(np.arange(4) == 1, 0, 1)), BandedError, "above 0"),
-    ("bands: no number", lambda: moved(lambda m: m * NAN), BandedError, "finite"),
-    ("bands: rows of another size", lambda: BandedNoise(MATRIX.rows[1:], 40), BandedError, "not lower triangular"),
+    ("bands: negative diagonal", lambda: moved(lambda m: m * -1), PlanError, "above 0"),
+    ("bands: a draw left out", lambda: moved(lambda m: m * np.where(np.arange(4) == 1, 0, 1)), PlanError, "above 0"),
+    ("bands: no number", lambda: moved(lambda m: m * NAN), PlanError, "finite"),
+    ("bands: rows of another size", lambda: BandedNoise(MATRIX.rows[1:], 40), PlanError, "not lower triangular"),
     ("bands: more than a batch fills", lambda: threshold_for(999, 999 / 7, 8), PlanError, "at most 7 bands"),
     ("bands: more than a part holds", lambda: threshold_for(100, 20, 6), PlanError, "use at most 5 bands"),
     ("epochs that are not whole", lambda: slots_for(233_804_767, 98_304, 6000), PlanError,
@@ -177,6 +182,6 @@ def test_what_lies_beside_those_numbers_is_answered() -> None:
     assert group_epsilon([], 1e-6, 2) == replacement_epsilon([], 1e-6) == epsilon([], 1e-6) == 0.0
     assert epsilon(EPOCHS, 1e-5) > 0 and delta_at(EPOCHS, 1.0) > 0
     assert Tuning(1) == Tuning(1.0, 1.0, False) and Tuning(1, 0.0).shape == 0.0 and Tuning(2.5).mean == 2.5
-    assert planned(held_out=0.25, metrics=(ACCURACY,)).held_out == 0.25 and planned(delta=1 / 100).delta == 0.01
+    assert planned(metrics=(ACCURACY,)).held_out == 0.25 and planned(delta=1 / 100).delta == 0.01
     assert replace(MATRIX, horizon=1).sensitivity == MATRIX.sensitivity and threshold_for(999, 999 / 7, 7) == 2**32
     assert slots_for(233_804_767, 116_902, 6000) == 2000 and slots_for(233_804_767, 98_319.9, 7134) == 2378

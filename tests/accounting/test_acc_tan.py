@@ -13,11 +13,12 @@ from dp_accounting.pld import PLDAccountant
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import markdown, verify
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import begin, certified, reopen, train
 
 TARGET = PrivacyPlan(
-    records=10_000, threshold=round(0.04 * 2**32), clip_norm=1.0, noise_multiplier=1.6, steps=30, delta=5e-5,
+    records=10_000, sampling=Poisson(round(0.04 * 2**32)), clip_norm=1.0, noise_multiplier=1.6, steps=30, delta=5e-5,
     epsilon_budget=2.0,
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from scipy.stats import norm
 from murmuration.accounting.epsilon.accountant import deltas_at, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_delta
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff, of_events, of_point
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 
 DEMO, DELTA = [Event(0.05, 0.60742, 50)], 2.5e-5
 VIP = 233_000_000

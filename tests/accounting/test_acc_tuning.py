@@ -14,7 +14,7 @@ from scipy.stats import norm
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
-from murmuration.accounting.plan import Event
+from murmuration.accounting.event import Event
 from tests.accounting.test_acc_cli import answer, here
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, train
 

@@ -19,10 +19,13 @@ from murmuration.accounting.certificate.pages import model_card, registry_entry
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import ADJACENCY, UNIT, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import HeldOutAccuracy
+from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, contribution_in_words, unit_in_words
 from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, rewritten, whole_run
@@ -120,16 +123,16 @@ def test_phases_with_different_units_are_refused(tmp_path: Path) -> None:
 
 def test_units_and_single_records_held_out_do_not_go_together() -> None:
     with pytest.raises(PlanError, match="the latter measures single records"):
-        of_units(held_out=0.1, metrics=(PlannedMetric("accuracy", 1.0, 5.0),))
+        of_units(metrics=(HeldOutAccuracy.of(5.0, 0.1),))
 
 
 def test_epsilon_of_a_run_that_protects_patients_by_dp_accounting_alone(tmp_path: Path) -> None:
     """From the numbers in the certificate's JSON, without any code of ours."""
-    plan = of_units(records=400, threshold=2**32 // 40, noise_multiplier=0.8, epsilon_budget=20.0)
+    plan = of_units(records=400, sampling=Poisson(2**32 // 40), noise_multiplier=0.8, epsilon_budget=20.0)
     document = json.loads(json.dumps(certified(whole_run(tmp_path, plan=plan))))
     stated = document["phases"][0]["plan"]
     sampled = dp_accounting.PoissonSampledDpEvent(
-        stated["threshold"] / 2**32, dp_accounting.GaussianDpEvent(stated["noise_multiplier"])
+        stated["sampling"]["threshold"] / 2**32, dp_accounting.GaussianDpEvent(stated["noise_multiplier"])
     )
     theirs = PLDAccountant(
         dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4

@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from murmuration.accounting.keys import Link
+from murmuration.accounting.sampling import RandomAllocation
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.poisson import LANES, PoissonSampler
 from murmuration.data.draw.shared_draw import DrawError, SharedSampler
@@ -82,7 +83,7 @@ def test_a_step_needs_no_step_before_it_and_no_other_object() -> None:
     assert first.draw(1).digest != first.draw(2).digest
     late = later.draw(31)
     assert np.array_equal(first.draw(31).ids, late.ids) and first.draw(31).digest == late.digest
-    assert (late.slots, late.records, late.threshold) == (12, 5000, round(LANES / 12))
+    assert (late.rule, late.records) == (RandomAllocation(12), 5000)
     other = AllocationSampler(KEY, bytes(32), 5000, 12).draw(31)
     assert np.array_equal(other.ids, late.ids) and other.digest != late.digest
 

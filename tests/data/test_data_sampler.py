@@ -16,6 +16,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
+from murmuration.accounting.sampling import Poisson, RandomAllocation
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import slots
 from murmuration.data.draw.node_placement import Placement, place
@@ -62,7 +63,7 @@ def test_the_threshold_itself_does_not_join() -> None:
 
 def test_full_threshold_means_everyone() -> None:
     draw = _sampler(1001, LANES).draw(3)
-    assert draw.ids.tolist() == list(range(1001)) and draw.threshold == 2**32
+    assert draw.ids.tolist() == list(range(1001)) and draw.rule == Poisson(2**32)
 
 
 def test_an_empty_draw_is_a_draw() -> None:
@@ -142,7 +143,7 @@ def test_the_draw_reports_what_the_sampler_did() -> None:
     sampler = _sampler(1000, LANES // 4)
     sampler.threshold, sampler.records = LANES // 2, 800
     draw = sampler.draw(0)
-    assert (draw.threshold, draw.records) == (LANES // 2, 800)
+    assert (draw.rule, draw.records) == (Poisson(LANES // 2), 800)
     assert draw.ids.tolist() == [record for record in range(800) if _lane(0, record) < LANES // 2]
 
 
@@ -201,7 +202,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     **{f"part {first} to {stop}": (lambda a=first, b=stop: _sampler(103, LANES // 7).part(9, a, b), "no part")
        for first, stop in ((2, 8), (-4, 8), (8, 4), (0, 104))},
     "a changed draw": (lambda: _sampler(40, LANES).draw(1).ids.fill(7), "read-only"),
-    **{f"epochs of {each}": (lambda each=each: allocated(40, each), "epochs of 2 to") for each in (0, 1, 2**20 + 1)},
+    **{f"epochs of {each}": (lambda each=each: allocated(40, each), "has 2 to") for each in (0, 1, 2**20 + 1)},
     "an allocation of none": (lambda: allocated(0, 2), "nothing to sample from"),
     "an allocation before step 1": (lambda: allocated(10, 2).draw(0), "begin with step 1"),
     "an allocation beyond 64 bits": (lambda: allocated(40, 2).draw(1 << 64), "outside 1"),
@@ -228,4 +229,5 @@ def test_what_cannot_be_drawn_is_refused(what: str) -> None:
 
 def test_what_lies_beside_it_is_drawn() -> None:
     assert _sampler(1, LANES).draw(0).ids.tolist() == [0] and placed([2, 4]).rows(np.array([0, 3]), 0, 2).size == 2
-    assert allocated(40, 2).draw(1).slots == 2 and allocated(40, 1 << 20).draw(1 << 20).slots == 1 << 20
+    assert allocated(40, 2).draw(1).rule == RandomAllocation(2)
+    assert allocated(40, 1 << 20).draw(1 << 20).rule == RandomAllocation(1 << 20)

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from murmuration.accounting.sampling import CyclicPoisson, Poisson
 from murmuration.data.draw.poisson import LANES, Draw, PoissonSampler
 from murmuration.data.draw.shared_draw import DrawError, Exchange, SharedSampler
 
@@ -52,8 +53,8 @@ def test_it_is_the_draw_of_one_processor(world: int, records: int) -> None:
     expected = sampler(records).draw(3)
     for found in shared([sampler(records) for _ in range(world)], 3):
         assert np.array_equal(found.ids, expected.ids) and found.ids.dtype == expected.ids.dtype
-        assert (found.digest, found.threshold, found.records, found.step) == (
-            expected.digest, expected.threshold, expected.records, expected.step,
+        assert (found.digest, found.rule, found.records, found.step) == (
+            expected.digest, expected.rule, expected.records, expected.step,
         )  # fmt: skip
         assert not found.ids.flags.writeable
 
@@ -137,10 +138,13 @@ def test_lanes_are_counted_within_the_part() -> None:
 def test_the_digest_names_the_number_of_parts_and_without_parts_is_as_before() -> None:
     found = turning().draw(3)
     numbers = np.array([3, LANES // 4, 1003, 7], "<u8").tobytes() + found.ids.astype("<i8").tobytes()
-    assert found.parts == 7 and found.digest == hmac.new(DIGEST, numbers, hashlib.sha256).hexdigest()
+    assert (
+        found.rule == CyclicPoisson(LANES // 4, 7)
+        and found.digest == hmac.new(DIGEST, numbers, hashlib.sha256).hexdigest()
+    )
     plain = PoissonSampler(KEY, DIGEST, 1003, LANES // 4).draw(3)
     numbers = np.array([3, LANES // 4, 1003], "<u8").tobytes() + plain.ids.astype("<i8").tobytes()
-    assert plain.parts == 1 and plain.digest == hmac.new(DIGEST, numbers, hashlib.sha256).hexdigest()
+    assert plain.rule == Poisson(LANES // 4) and plain.digest == hmac.new(DIGEST, numbers, hashlib.sha256).hexdigest()
 
 
 @pytest.mark.parametrize(("records", "parts"), [(1003, 7), (9, 9), (20, 3), (64, 2)])

@@ -27,7 +27,8 @@ from murmuration.data.index import build as building
 from murmuration.data.index.contents import shards_of
 from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.data.index.open import open_units, unit_known
-from murmuration.data.index.public_split import PublicSplit, SplitIndex, apart
+from murmuration.data.index.public_cut import PublicSplit
+from murmuration.data.index.public_split import SplitIndex, apart
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.index.units import DIGESTS, FACTS, OF, RECORDS, STARTS, UnitTable, group
 from murmuration.data.store.place import ShardError

@@ -15,9 +15,12 @@ from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.audit_evidence import Claim
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.noise import IndependentNoise
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
 from murmuration.data.draw.poisson import Draw
@@ -28,7 +31,7 @@ from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.core import PrivateCore
-from murmuration.train.noise.correlated import CorrelatedNoise
+from murmuration.train.noise.choose import over_steps
 from murmuration.train.step import PrivateStep, Records
 from tests.support.train_helpers import Toy, on_ranks, private_engine
 
@@ -59,12 +62,11 @@ def toy_plan(
     """With bands or slots, of as many blocks or epochs, in each of which a record has a turn; `again` of them are made
     a second time."""
     rate = rate if slots == 1 else 1 / slots
-    sigma = sigma or calibrate_sigma(rate, steps + again, claim, DELTA, slots=slots)
-    banded = None if bands == 1 else best_banded(bands, steps * bands)
-    threshold = round(rate * 2**32)
-    return PrivacyPlan(
-        records, threshold, 1.0, sigma, steps * bands * slots, DELTA, claim, banded=banded, slots=slots
-    )  # fmt: skip
+    sigma = sigma or calibrate_sigma(Event(rate, 1.0, steps + again, slots=slots), claim, DELTA)
+    noise = IndependentNoise() if bands == 1 else best_banded(bands, steps * bands)
+    sampling = Poisson(round(rate * 2**32)) if bands == 1 else CyclicPoisson(round(rate * 2**32), bands)
+    sampling = sampling if slots == 1 else RandomAllocation(slots)
+    return PrivacyPlan(records, sampling, 1.0, sigma, steps * bands * slots, DELTA, claim, noise=noise)
 
 
 def canary_clip(plan: PrivacyPlan, model: Toy, canaries: int) -> CanaryClip:
@@ -121,7 +123,7 @@ def private_step(
     noise = core.noise("noise")
     if faults.scale != 1:
         weak = WeakenedNoise(keys["noise"], plan.noise_std, plan.divisor, faults.scale)
-        noise = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, begun_after + 1)
+        noise = over_steps(weak, plan, begun_after + 1)
     stop: Any = NoStop()
     sampler: Any = core.sampler()
     sampler = Twice(sampler) if faults.twice else sampler
@@ -176,7 +178,7 @@ def toy_audit(
 
 def toy_divisor(folder: Path, world: int = 1, steps: int = 8, records: int = 100) -> Check:
     """Steps of silent records at q = 1/2: noise, and whatever it is divided by."""
-    plan = PrivacyPlan(records, 2**31, 1.0, 1.5, steps, DELTA, epsilon_budget=1e3)
+    plan = PrivacyPlan(records, Poisson(2**31), 1.0, 1.5, steps, DELTA, epsilon_budget=1e3)
     keys = toy_keys()
 
     def one(ranks: Any) -> Check:

@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from murmuration.train.config.root import ZeroOptimization
+from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from tests.support.answering import answer

@@ -15,14 +15,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from murmuration.accounting.errors import DONE
-from murmuration.train.commands.exits import guarded, joined
+from murmuration.train.commands.exit_codes import guarded, joined
 from murmuration.train.commands.train import parse
 from murmuration.train.config.load import load
-from murmuration.train.config.root import run_dir_of
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.recipe.read_options import agree
 from murmuration.train.recipe.ready_phase import prepare
 from murmuration.train.run.run import run_all
+from murmuration.train.storage.run_dir import run_dir_of
 from tests.end_to_end.toy_recipes import overrides
 from tests.support.answering import answer
 from tests.support.shipped_recipes import FILES

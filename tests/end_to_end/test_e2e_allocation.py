@@ -12,8 +12,9 @@ import torch
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event
+from murmuration.accounting.sampling import RandomAllocation
 from tests.support import forking
 from tests.support.launching import ROOT, TIMEOUT, Launch, committed, environment, ledger_lines
 from tests.support.runs import SMALL_STEPS, account, final_weights
@@ -40,9 +41,13 @@ def test_two_processes_killed_within_an_epoch_draw_what_one_draws_and_pay_once(l
     history, _ = History.read(run_dir / "ledger.jsonl")
     (plan,) = history.plans.values()
     assert (
-        plan.slots == SLOTS and len(history.segments) == 1 and any(x["kind"] == "resume" for x in ledger_lines(run_dir))
+        plan.sampling == RandomAllocation(SLOTS)
+        and len(history.segments) == 1
+        and any(x["kind"] == "resume" for x in ledger_lines(run_dir))
     )
-    assert all(facts["sampling"]["slots"] == SLOTS and len(facts["metrics"]) == 2 for facts in committed(run_dir))
+    assert all(
+        facts["sampling"]["rule"]["slots"] == SLOTS and len(facts["metrics"]) == 2 for facts in committed(run_dir)
+    )
     assert all(facts["noise"]["divisor"] == plan.records / SLOTS for facts in committed(run_dir))
     epochs = [Event(1 / SLOTS, plan.effective_noise_multiplier, SMALL_STEPS // SLOTS, slots=SLOTS)]
     assert history.charged() == epochs

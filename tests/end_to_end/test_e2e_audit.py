@@ -15,8 +15,8 @@ import torch
 import murmuration.train.step
 from murmuration.accounting.epsilon.audit_evidence import ACCUSED
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.facts import StepFacts
-from murmuration.accounting.plan import Event
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.audit.canaries import CANARY, CanaryBatches, toss
 from murmuration.train.audit.checks import check_sampling
@@ -85,10 +85,10 @@ def test_a_part_that_is_charged_at_the_rate_of_all_records_is_caught(
     real = StepFacts.event
 
     def diluted(self: StepFacts) -> Event:
-        return replace(real(self), rate=real(self).rate / self.sampling.parts)
+        return replace(real(self), rate=real(self).rate / self.sampling.rule.parts)
 
     monkeypatch.setattr(StepFacts, "event", diluted)
-    sigma = calibrate_sigma(1 / MANY, 4, SMALL, DELTA)
+    sigma = calibrate_sigma(Event(1 / MANY, 1.0, 4), SMALL, DELTA)
     found, claim = toy_audit(tmp_path, bands=MANY, claim=SMALL, sigma=sigma, canaries=2500)
     (event,) = claim.events
     assert event == Event(1 / MANY, sigma, 4) and claim.epsilon <= SMALL, "the ledger does not see the fault"

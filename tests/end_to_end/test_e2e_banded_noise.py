@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.checkpoint import Checkpoints
@@ -41,11 +42,11 @@ def test_two_processes_that_stop_in_a_block_add_what_one_adds(launch: Make, alon
     assert committed(run_dir) == committed(alone) and len(committed(run_dir)) == SMALL_STEPS
     history, _ = History.read(run_dir / "ledger.jsonl")
     (plan,) = history.plans.values()
-    assert plan.banded is not None and plan.bands == BANDS and len(history.segments) == 1
+    assert isinstance(plan.noise, BandedNoise) and plan.sampling.parts == BANDS and len(history.segments) == 1
     for step, facts in enumerate(committed(run_dir), 1):
-        added = plan.noise_std * plan.banded.spread(step)
-        assert facts["noise"]["correlation"] == {"matrix": plan.banded.digest, "added": added}
-        assert facts["sampling"]["parts"] == BANDS and len(facts["metrics"]) == 2
+        added = plan.noise_std * plan.noise.spread(step)
+        assert facts["noise"]["correlation"] == {"matrix": plan.noise.digest, "added": added}
+        assert facts["sampling"]["rule"]["parts"] == BANDS and len(facts["metrics"]) == 2
     assert [event.count for event in history.charged()] == [SMALL_STEPS // BANDS]
     found, expected = final_weights(run_dir), final_weights(alone)
     # The same noise to the last bit; sums of two processes round otherwise than those of one.

@@ -12,6 +12,7 @@ import torch
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.noise import ExactGrid
 from tests.support.launching import Launch, committed
 from tests.support.runs import SMALL_STEPS, final_weights
 
@@ -61,7 +62,7 @@ def test_two_processes_draw_what_one_draws_and_the_certificate_says_exact(
 
     verdict = verify(run_dir)
     plan = next(iter(History.read(run_dir / "ledger.jsonl")[0].plans.values()))
-    assert verdict.epsilon == verify(alone).epsilon <= 8.0 and plan.grid_growth == 1e-6
+    assert verdict.epsilon == verify(alone).epsilon <= 8.0 and plan.noise == ExactGrid(1e-6)
     told = json.loads((run_dir / "certificate.json").read_text())
     assert "rounded to a grid" in told["mechanism"]
     assert not any("floating-point" in text for text in told["known_deviations"])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event
 from murmuration.train.storage.sibling_runs import LOG
 from tests.support import forking
 from tests.support.evaluation_world import class_folders

@@ -75,7 +75,7 @@ def top_1(run_dir: Path) -> float:
 
 def test_one_step_over_all_records_at_the_epsilon_of_one_gaussian(finished: Path) -> None:
     (commit,) = [line["facts"] for line in ledger_lines(finished) if line["kind"] == "commit"]
-    assert commit["sampling"]["threshold"] == 2**32, "every record, for sure"
+    assert commit["sampling"]["rule"]["threshold"] == 2**32, "every record, for sure"
     assert commit["noise"]["elements"] == 33 * 33 + CLASSES * 33, "both sums and nothing else"
     claim = verify(finished).epsilon
     (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]

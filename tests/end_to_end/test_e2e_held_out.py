@@ -62,7 +62,8 @@ def test_a_run_releases_charges_and_certifies_it(config: dict[str, Any], tmp_pat
     assert verify(run_dir).committed == STEPS
     certificate = json.loads((run_dir / "certificate.json").read_text())
     (phase,) = certificate["phases"]
-    assert phase["plan"]["held_out"] == SHARE and phase["events"][0]["sigma"] < phase["plan"]["noise_multiplier"]
+    assert {each["name"]: each.get("share") for each in phase["plan"]["metrics"]}["accuracy"] == SHARE
+    assert phase["events"][0]["sigma"] < phase["plan"]["noise_multiplier"]
     assert "held out in private: 25.000% of the records" in (run_dir / "certificate.md").read_text()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from murmuration.accounting.keys import Link, load
 from murmuration.accounting.ledger.history import History
-from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.data.draw.samplers import make_sampler
 from tests.support.launching import Launch
 from tests.support.runs import TOY_STEPS, account, nothing_lost_and_nothing_twice, toy
 from tests.support.whole_history import steps_of
@@ -48,7 +48,7 @@ def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_
     for at, facts in opened.items():
         if at.step >= link.step:
             keys = link.at(at.step).key("sampling"), link.at(at.step).key("sampling-digest")
-            assert PoissonSampler(*keys, plan.records, plan.threshold).draw(at.step).digest == facts.sampling.digest
+            assert make_sampler(plan.sampling, *keys, plan.records).draw(at.step).digest == facts.sampling.digest
 
     assert link_of(run_dir) == link.at(TOY_STEPS + 1), "it is kept on request, and gives no step that was made"
     past = [link.at(step).state for step in range(link.step, TOY_STEPS + 1)]

@@ -132,7 +132,7 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
     claim = claim_of(run_dir)
     assert claim["private"] and 3.9 < claim["epsilon"] <= 4.0
     (commit,) = [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
-    assert commit["sampling"]["threshold"] == 2**32 and commit["noise"]["elements"] == 8 * 32 + 8
+    assert commit["sampling"]["rule"]["threshold"] == 2**32 and commit["noise"]["elements"] == 8 * 32 + 8
     kept = list((run_dir / "secret" / "features-private").glob("*/*"))
     assert len(kept) == 2 * 5 and {path.stat().st_mode & 0o777 for path in kept} == {0o600}, "and of the held-out ones"
 

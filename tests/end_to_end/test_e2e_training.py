@@ -48,7 +48,7 @@ def test_ledger_has_each_step_once_with_the_facts_of_the_acting_parts(finished: 
     weights = sum(t.numel() for n, t in final_weights(run_dir).items() if n in trainable_names(run_dir))
     for line in commits:
         assert line["facts"]["noise"]["elements"] == weights
-        assert line["facts"]["sampling"]["threshold"] == round(48 / 600 * 2**32)
+        assert line["facts"]["sampling"]["rule"]["threshold"] == round(48 / 600 * 2**32)
         assert [metric["name"] for metric in line["facts"]["metrics"]] == ["loss", "clipped"]
     assert len({line["facts"]["sampling"]["digest"] for line in commits}) == SMALL_STEPS
     assert not any(re.search(r"\d{4}-\d\d-\d\d|time", json.dumps(line)) for line in lines if line["kind"] != "run")

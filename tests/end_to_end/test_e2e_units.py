@@ -128,7 +128,7 @@ def by_dp_accounting(run_dir: Path, bands: int) -> float:
     precision = plan["noise_multiplier"] ** -2 + sum((each["bound"] / each["std"]) ** 2 for each in plan["metrics"])
     turns = -(-plan["steps"] // bands)
     sampled = dp_accounting.PoissonSampledDpEvent(
-        plan["threshold"] / 2**32, dp_accounting.GaussianDpEvent(precision**-0.5)
+        plan["sampling"]["threshold"] / 2**32, dp_accounting.GaussianDpEvent(precision**-0.5)
     )
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4)
     return accountant.compose(dp_accounting.SelfComposedDpEvent(sampled, turns)).get_epsilon(plan["delta"])
@@ -155,7 +155,7 @@ def test_epsilon_of_patients_is_dp_accountings_with_either_noise(
     (plan,) = history.plans.values()
     count = open_units(ShardIndex.open(patients), PATIENT).count
     assert plan.records == count and plan.units is not None and plan.units.rows == 3
-    drawn = {(facts.sampling.parts, facts.sampling.records) for facts in steps_of(run_dir).opened.values()}
+    drawn = {(facts.sampling.rule.parts, facts.sampling.records) for facts in steps_of(run_dir).opened.values()}
     assert drawn == {(bands, count)}
     mechanism = json.loads((run_dir / "certificate.json").read_text())["mechanism"]
     assert ("take turns" in mechanism) == (noise == "banded")

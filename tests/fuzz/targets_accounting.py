@@ -21,7 +21,7 @@ from murmuration.accounting.ledger.facts import MetricFact
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
-from murmuration.accounting.plan import PlannedMetric
+from murmuration.accounting.metrics import ClippedShare
 from murmuration.accounting.strict_json import parse
 from tests.fuzz.engine import Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
@@ -272,8 +272,8 @@ def _full(folder: Path) -> Journal:
 
 
 def _adaptive(folder: Path) -> Journal:
-    count = PlannedMetric(METRIC, SENSITIVITY, 5.0)
-    plan = replace(PLAN, steps=3, metrics=(count,), adaptive=AdaptiveRule(0.5, 0.2, 0.01, 100.0))
+    count = ClippedShare.of(5.0, AdaptiveRule(0.5, 0.2, 0.01, 100.0))
+    plan = replace(PLAN, steps=3, metrics=(count,))
     journal = reopen(folder)
     journal.start_run("adaptive", "check", False, {}, "hmac-sha256", SIGNER)
     journal.declare_plan(0, "private", plan, describe("pld"))

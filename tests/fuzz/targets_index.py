@@ -111,7 +111,7 @@ class IndexWorld(Target):
 
 
 def answered(act: Callable[[], int]) -> int:
-    """As train/commands/exits.py answers, which would load torch."""
+    """As train/commands/exit_codes.py answers, which would load torch."""
     try:
         return act()
     except (ShardError, OSError) as error:

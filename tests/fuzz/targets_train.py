@@ -22,7 +22,7 @@ from murmuration.accounting.cli.main import main as account
 from murmuration.accounting.errors import DONE
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.train.commands.exits import complain, guarded
+from murmuration.train.commands.exit_codes import complain, guarded
 from murmuration.train.commands.export import main as export
 from murmuration.train.commands.train import main as train
 from murmuration.train.config.load import ConfigError, load

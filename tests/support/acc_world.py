@@ -18,10 +18,11 @@ from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerEntry, Li
 from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 
 # q = 1: every epsilon is exact and takes no time, so that histories can be tried by the thousand.
 PLAN = PrivacyPlan(
-    records=100, threshold=2**32, clip_norm=1.0, noise_multiplier=20.0, steps=40, delta=1e-3, epsilon_budget=2.0
+    records=100, sampling=Poisson(2**32), clip_norm=1.0, noise_multiplier=20.0, steps=40, delta=1e-3, epsilon_budget=2.0
 )
 CONFIG, DATA = "config-1", "data-1"
 KEY = RunKey(bytes(range(32)))
@@ -31,7 +32,9 @@ SIGNER = public_key(KEY)
 def facts(step: int, plan: PrivacyPlan = PLAN, keyed: str = "", **changes: float) -> StepFacts:
     """What honest parts report of a step; `changes` are planted lies of the acting objects."""
     digest = hashlib.sha256(f"{keyed}|{step}".encode()).hexdigest()
-    sampling = SamplingFact(int(changes.get("threshold", plan.threshold)), plan.records, digest)
+    sampling = SamplingFact(
+        Poisson(int(changes["threshold"])) if "threshold" in changes else plan.sampling, plan.records, digest
+    )
     clipping = ClippingFact("flat", changes.get("sensitivity", plan.clip_norm))
     noise = NoiseFact(
         changes.get("std", plan.noise_std), changes.get("divisor", plan.divisor), int(changes.get("elements", 10))

@@ -6,7 +6,7 @@ import json
 from typing import Any, NoReturn
 
 from murmuration.accounting.errors import DONE
-from murmuration.train.commands.exits import leave
+from murmuration.train.commands.exit_codes import leave
 from murmuration.train.distributed.ranks import Ranks
 
 

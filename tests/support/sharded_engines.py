@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson, threshold_for
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch, slots
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
@@ -18,7 +19,7 @@ from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.root import Offload, ZeroOptimization
+from murmuration.train.config.zero_optimization import Offload, ZeroOptimization
 from murmuration.train.core import ClippingEngine, Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.choose import EngineSettings
@@ -46,8 +47,8 @@ SHAPE = ModelSettings(
     qkv_bias=True,
 ).resolved()  # fmt: skip
 PLAN = PrivacyPlan(
-    records=RECORDS, threshold=threshold_for(RECORDS, 17.0), clip_norm=C, noise_multiplier=0.4, steps=9, delta=1e-3,
-    epsilon_budget=1e6,
+    records=RECORDS, sampling=Poisson(threshold_for(RECORDS, 17.0)), clip_norm=C, noise_multiplier=0.4, steps=9,
+    delta=1e-3, epsilon_budget=1e6,
 )  # fmt: skip
 OPTIMIZERS = {
     "AdamW": Optimizer.model_validate({"params": {"weight_decay": 0.1}}),
@@ -58,7 +59,7 @@ OPTIMIZERS = {
 
 
 def drawn(step: int):
-    ids = PoissonSampler(b"s" * 32, b"d" * 32, PLAN.records, PLAN.threshold).draw(step).ids
+    ids = PoissonSampler(b"s" * 32, b"d" * 32, PLAN.records, threshold_for(RECORDS, 17.0)).draw(step).ids
     return ids[:0] if step == EMPTY_STEP else ids
 
 

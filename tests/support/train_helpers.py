@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.engine import ClipEngine, Observation
@@ -288,8 +289,8 @@ def nano_inputs(objective: str, size: int, seed: int = 0) -> dict[str, Tensor]:
 
 def plan_for(records: int = 400, batch: float = 20, steps: int = 6, **changes: Any) -> PrivacyPlan:
     fields: dict[str, Any] = dict(
-        records=records, threshold=round(batch / records * 2**32), clip_norm=1.0, noise_multiplier=1.5, steps=steps,
-        delta=1 / (2 * records), epsilon_budget=8.0,
+        records=records, sampling=Poisson(round(batch / records * 2**32)), clip_norm=1.0, noise_multiplier=1.5,
+        steps=steps, delta=1 / (2 * records), epsilon_budget=8.0,
     )  # fmt: skip
     return PrivacyPlan(**(fields | changes))
 

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.keys import KEY_BYTES, RunKey, load
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PlanError
+from murmuration.accounting.noise import NoiseKind
+from murmuration.accounting.sampling import Poisson, RandomAllocation
 from murmuration.accounting.unit import Unit
 from murmuration.data.draw.allocation import AllocationSampler
-from murmuration.train.config.root import NoiseKind, Phase
+from murmuration.train.config.root import Phase
 from murmuration.train.core import Computation
 from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
 from tests.support.config_base import plan_of, private_phase
@@ -46,7 +49,7 @@ def run(
     reader, drawn = Watched(), []
     with training(folder, reader=reader, **SETTINGS | settings) as found:
         found.prove()
-        assert found.plan.slots == SLOTS
+        assert found.plan.sampling == RandomAllocation(SLOTS)
         for step in list(found.steps())[:count]:
             reader.seen.clear()
             drawn.append(sorted(found.phase.core.sampler().draw(step).ids.tolist()))
@@ -138,7 +141,7 @@ def allocated(steps: int = 20, privacy: dict[str, Any] | None = None, **more: An
 def test_a_config_becomes_a_plan_with_epochs() -> None:
     phase = allocated(40)
     plan = plan_of(phase)
-    assert (plan.slots, plan.participations, plan.divisor) == (20, 2, 50.0)
+    assert (plan.sampling, plan.participations, plan.divisor) == (RandomAllocation(20), 2, 50.0)
     assert 3.99 < planned_epsilon(plan) <= 4.0
     assert planned_epsilon(plan) == epsilon([Event(1 / 20, plan.noise_multiplier, 2, slots=20)], plan.delta)
     assert plan_of(phase, known=plan) == plan
@@ -149,7 +152,7 @@ def test_a_config_becomes_a_plan_with_epochs() -> None:
 def test_a_batch_of_nearly_all_records_becomes_one_of_all() -> None:
     phase = allocated(4, {"expected_batch": 950.0})
     plan = plan_of(phase)
-    assert (plan.slots, plan.sampling_rate, plan.divisor) == (1, 1.0, 1000.0)
+    assert (plan.sampling, plan.sampling_rate, plan.divisor) == (Poisson(2**32), 1.0, 1000.0)
 
 
 def test_epochs_of_a_config_are_those_of_the_allocation() -> None:
@@ -157,7 +160,7 @@ def test_epochs_of_a_config_are_those_of_the_allocation() -> None:
         phase = with_steps(allocated(0, epochs=3, privacy={"noise_multiplier": 2.0}), records, "phases.0")
         assert phase.steps == 60, "whole epochs"
         plan = plan_of(phase, records)
-        assert (plan.slots, plan.participations, plan.divisor) == (20, 3, records / 20)
+        assert (plan.sampling, plan.participations, plan.divisor) == (RandomAllocation(20), 3, records / 20)
 
 
 def test_released_metrics_and_norms_that_adapt_share_its_noise() -> None:
@@ -167,7 +170,7 @@ def test_released_metrics_and_norms_that_adapt_share_its_noise() -> None:
     }
     phase = allocated(40, shared)
     plan = plan_of(phase)
-    assert plan.effective_noise_multiplier < plan.noise_multiplier and plan.slots == 20
+    assert plan.effective_noise_multiplier < plan.noise_multiplier and plan.sampling == RandomAllocation(20)
     assert 3.99 < planned_epsilon(plan) <= 4.0
 
 
@@ -175,7 +178,7 @@ def test_units_are_allocated_in_place_of_records() -> None:
     data = {"path": "x", "tokenizer": "t", "unit": "patient_id", "rows_per_unit": 2}
     phase = allocated(40, data=data)
     plan = plan_of(phase, table="d")
-    assert isinstance(plan.units, Unit) and (plan.slots, plan.records) == (20, 1000)
+    assert isinstance(plan.units, Unit) and (plan.sampling, plan.records) == (RandomAllocation(20), 1000)
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does() -> None:

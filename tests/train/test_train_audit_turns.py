@@ -12,7 +12,10 @@ from scipy.stats import multivariate_normal
 
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.trade_off import of_events
-from murmuration.accounting.plan import Event, PrivacyPlan, threshold_of
+from murmuration.accounting.event import Event
+from murmuration.accounting.noise import IndependentNoise
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
 from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.train.audit.audit import scores
 from murmuration.train.audit.checks import check_allocation, check_noise
@@ -22,9 +25,10 @@ BANDS, GAIN, EARLIER = 4, 2.5, 10
 
 
 def plan_of(bands: int = 1, slots: int = 1, steps: int = 12) -> PrivacyPlan:
-    banded = None if bands == 1 else best_banded(bands, 40)
-    threshold = 2**31 if slots == 1 else threshold_of(slots)
-    return PrivacyPlan(6000, threshold, 1.0, 1.0, steps, 1e-5, 1.0, banded=banded, slots=slots)
+    noise = IndependentNoise() if bands == 1 else best_banded(bands, 40)
+    sampling = Poisson(2**31) if bands == 1 else CyclicPoisson(2**31, bands)
+    sampling = sampling if slots == 1 else RandomAllocation(slots)
+    return PrivacyPlan(6000, sampling, 1.0, 1.0, steps, 1e-5, 1.0, noise=noise)
 
 
 def blocks(first: int, last: int, canaries: int, draw: np.random.Generator) -> tuple[SeenSegment, np.ndarray]:

@@ -20,6 +20,7 @@ from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.storage import checkpoint as checkpoint_module
 from murmuration.train.storage.checkpoint import (
@@ -249,7 +250,7 @@ def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
 
 
 PLAN = PrivacyPlan(
-    records=100, threshold=2**32, clip_norm=1.0, noise_multiplier=20.0, steps=4, delta=1e-3, epsilon_budget=2.0
+    records=100, sampling=Poisson(2**32), clip_norm=1.0, noise_multiplier=20.0, steps=4, delta=1e-3, epsilon_budget=2.0
 )
 
 

@@ -14,7 +14,8 @@ import torch
 
 from murmuration.accounting.adaptive import METRIC, AdaptiveRule
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import ClippedShare
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Observation
@@ -37,7 +38,7 @@ RULE = AdaptiveRule(quantile=0.5, learning_rate=1.0, lowest=1e-3, highest=1e3)
 
 
 def adaptive_plan(std: float = 1.0, rule: AdaptiveRule = RULE, **changes: Any) -> PrivacyPlan:
-    return replace(plan_for(**changes), adaptive=rule, metrics=(PlannedMetric(METRIC, 0.5, std),))
+    return replace(plan_for(**changes), metrics=(ClippedShare.of(std, rule),))
 
 
 def norms_of(step: PrivateStep, number: int, model: torch.nn.Module) -> torch.Tensor:
@@ -249,8 +250,8 @@ def test_the_config_becomes_a_frozen_rule_and_a_charged_count() -> None:
     assert phase.privacy is not None
     plan = plan_of_phase(phase, phase.privacy, 1000, "phases.0")
     assert plan.adaptive == AdaptiveRule(0.6, 0.2, 0.2, 20.0) and plan.clip_norm == 2.0
-    assert plan.metrics == (PlannedMetric(METRIC, 0.5, 2.5),), "a tenth of the batch, in halves"
-    fixed = replace(plan, adaptive=None, metrics=())
+    assert [(m.name, m.bound, m.std) for m in plan.metrics] == [(METRIC, 0.5, 2.5)], "a tenth of the batch, in halves"
+    fixed = replace(plan, metrics=())
     assert planned_epsilon(fixed) < planned_epsilon(plan) < 1.2 * planned_epsilon(fixed)
 
 

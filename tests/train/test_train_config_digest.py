@@ -13,8 +13,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from murmuration.train.config.load import HABITS, ConfigError, load
-from murmuration.train.config.root import OF_NO_RELEASE, Config, json_schema, run_dir_of
+from murmuration.train.config.root import OF_NO_RELEASE, Config, json_schema
 from murmuration.train.recipe.ready_phase import clip_rule, plan_of_phase
+from murmuration.train.storage.run_dir import run_dir_of
 from tests.support.config_base import put, refusal
 from tests.support.shipped_recipes import FILES
 

@@ -15,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.strict_json import JsonError, NotJson
 from murmuration.accounting.unit import Unit
 from murmuration.train.config.load import ConfigError, load, parse_with_comments
@@ -176,7 +177,7 @@ def test_it_is_one_step_over_all_records(tmp_path: Path) -> None:
     settled = with_steps(phase, 500, "phases.0")
     assert settled.privacy is not None
     plan = plan_of_phase(settled, settled.privacy, 500, "phases.0")
-    assert plan.threshold == 2**32 and plan.steps == 1 and plan.divisor == 500.0
+    assert plan.sampling == Poisson(2**32) and plan.steps == 1 and plan.divisor == 500.0
     same = given(tmp_path, {"objective": "classify", "trainable": "statistics"})
     assert same.digest(0, {}) == given(tmp_path, {}).digest(0, {})
     assert given(tmp_path, {"head": {"ridge": 0.1}}).digest(0, {}) != same.digest(0, {})

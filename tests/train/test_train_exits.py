@@ -18,7 +18,7 @@ from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.data.store.place import ShardError, UnreadableError
 from murmuration.data.store.remote import ChangedShardError
 from murmuration.train.clip.rule import ClipError
-from murmuration.train.commands.exits import FROM_THE_START, complain, guarded
+from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.stop import Stopped

@@ -23,7 +23,7 @@ from murmuration.model.build import build
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.commands.exits import guarded
+from murmuration.train.commands.exit_codes import guarded
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped

@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.plan import ACCURACY, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import ACCURACY, HeldOutAccuracy, PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import HELD_OUT, HeldOutReader, is_held_out, marking
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch
 from murmuration.model.classifier import Classifier
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.section import RecipeError
-from murmuration.train.engines.held_out import HeldOutAccuracy
+from murmuration.train.engines.held_out import HeldOutCount
 from murmuration.train.noise.metrics import MetricRelease
 from tests.support.config_base import plan_of, private_phase
 from tests.support.step_world import METRIC_KEY
@@ -59,8 +60,8 @@ class Answers(Classifier):
 
 
 def quiet_plan() -> PrivacyPlan:
-    metrics = (PlannedMetric("loss", 4.0, 1e-9), PlannedMetric(ACCURACY, 1.0, 1e-9))
-    return replace(plan_for(), metrics=metrics, held_out=SHARE)
+    metrics = (PlannedMetric("loss", 4.0, 1e-9), HeldOutAccuracy.of(1e-9, SHARE))
+    return replace(plan_for(), metrics=metrics)
 
 
 def engine_of(model: Any, partitioned: bool = False) -> Any:
@@ -81,7 +82,7 @@ def through(batch: MicroBatch, plan: PrivacyPlan) -> tuple[MicroBatch, dict[str,
         del ids, step
         yield batch
 
-    (rest,) = HeldOutAccuracy(engine_of(Answers()), release).around(batches)(np.arange(4), 1)
+    (rest,) = HeldOutCount(engine_of(Answers()), release).around(batches)(np.arange(4), 1)
     ones = torch.ones(len(rest.present))
     release.add(rest.present, Observation(ones, ones, 1.0), bound=1.0)
     return rest, release.release(1)
@@ -131,20 +132,20 @@ def test_the_reader_marks_by_record_number() -> None:
     )  # fmt: skip
     found = HeldOutReader(inner, SHARE).fetch(np.array([2, 3, 4, -1]), 1)
     assert found.batch.inputs[HELD_OUT].tolist() == [True, False, True, False]
-    assert found.batch.present.tolist() == [True, True, True, False] and marking(inner, None) is inner
+    assert found.batch.present.tolist() == [True, True, True, False] and marking(inner, 0.0) is inner
 
 
 def test_a_sharded_model_and_what_is_no_classifier_are_refused() -> None:
     release = MetricRelease(METRIC_KEY, quiet_plan(), ranks=alone())
     with pytest.raises(RecipeError, match="use ZeRO 0, 1 or 2"):
-        HeldOutAccuracy(engine_of(Answers(), partitioned=True), release)
+        HeldOutCount(engine_of(Answers(), partitioned=True), release)
     with pytest.raises(RecipeError, match="objective classify"):
-        HeldOutAccuracy(engine_of(nn.Linear(1, 1)), release)
+        HeldOutCount(engine_of(nn.Linear(1, 1)), release)
 
 
 def test_a_plan_tells_the_share_where_there_is_one() -> None:
     plan = quiet_plan()
-    assert "held_out" not in plan_for().as_dict() and plan.as_dict()["held_out"] == SHARE
+    assert "metrics" not in plan_for().as_dict() and plan.held_out == SHARE
     assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]
 
 
@@ -157,7 +158,7 @@ def phase(objective: str = "classify", **metric: Any) -> Phase:
 def test_the_config_asks_for_a_share_and_the_plan_pays_for_the_metric() -> None:
     settings = phase(share=0.1)
     plan = plan_of(settings)
-    assert plan.held_out == 0.1 and plan.metrics == (PlannedMetric(ACCURACY, 1.0, 5.0),)
+    assert plan.held_out == 0.1 and plan.metrics == (HeldOutAccuracy(ACCURACY, 1.0, 5.0, 0.1),)
     assert plan.effective_noise_multiplier < plan.noise_multiplier, "charged with the gradient"
     for wrong, reason in (
         ({}, "needs `share`"), ({"share": 0.1, "bound": 2.0}, "bound of the metric 'accuracy' is 1"),

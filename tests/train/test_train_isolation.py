@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import murmuration
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.plan import PlanError
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.isolated import kept_of_records

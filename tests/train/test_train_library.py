@@ -36,10 +36,10 @@ from murmuration import (
 )  # fmt: skip
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.errors import InputError, RunError
+from murmuration.accounting.errors import InputError, PlanError, RunError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PlanError
 from murmuration.data.batch import dataset
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.train import library
@@ -483,8 +483,8 @@ def test_released_numbers_are_shown_and_a_probed_rate_moves_and_goes_on(tmp_path
     )  # fmt: skip
     with own(tmp_path / "whole", **changes) as found:
         list(found)
-        whole, factor = found.weights(), found._probed.factor
-    assert factor != 1
+        whole, rate = found.weights(), found.phase.rate
+    assert rate is not None and rate.factor != 1
     for last in (3, 6):
         with own(tmp_path / "parts", **changes) as found:
             for step in found:

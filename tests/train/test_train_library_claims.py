@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from murmuration import Units
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import PlanError
+from murmuration.accounting.sampling import RandomAllocation
 from murmuration.data.store.place import ShardError
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.section import RecipeError
@@ -213,7 +214,7 @@ def test_a_batch_larger_than_the_records_is_refused(tmp_path: Path) -> None:
 
 def test_whole_epochs_of_allocation_are_not_cut(tmp_path: Path) -> None:
     with training(tmp_path, steps=None, epochs=2, expected_batch=22, sampling="allocation") as found:
-        assert (found.plan.steps, found.plan.slots, found.plan.participations) == (6, 3, 2)
+        assert (found.plan.steps, found.plan.sampling, found.plan.participations) == (6, RandomAllocation(3), 2)
 
 
 class Counting(torch.optim.SGD):

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, Event, PlannedMetric, PrivacyPlan
+from murmuration.accounting.event import Event
+from murmuration.accounting.metrics import CURVATURE, SLOPE, HeldOutAccuracy, LossProbe
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
@@ -36,7 +38,7 @@ BOUND = 50.0
 
 
 def plan_of(bound: float = BOUND, std: float = 1e-9) -> PrivacyPlan:
-    return plan_for(metrics=(PlannedMetric(SLOPE, bound, std), PlannedMetric(CURVATURE, bound, std)))
+    return plan_for(metrics=(LossProbe(SLOPE, bound, std), LossProbe(CURVATURE, bound, std)))
 
 
 def moved_engine(ranks: Any = None, replicated: bool = False, rate: float = 0.3) -> tuple[Any, dict[str, Tensor]]:
@@ -234,7 +236,7 @@ def test_both_sums_are_charged_with_the_gradient_within_the_budget() -> None:
     assert {m.name: (m.bound, m.std) for m in plan.metrics} == {SLOPE: (0.1, 0.8), CURVATURE: (0.1, 0.8)}
     together = (plan.noise_multiplier**-2 + 2 * 8.0**-2) ** -0.5
     assert plan.effective_noise_multiplier == pytest.approx(together, rel=1e-12)
-    assert epsilon([Event.of_plan(plan)], plan.delta) <= 2.0 < epsilon([Event(0.02, together * 0.99, 100)], plan.delta)
+    assert epsilon([plan.event()], plan.delta) <= 2.0 < epsilon([Event(0.02, together * 0.99, 100)], plan.delta)
     without = copy.deepcopy(PHASE)
     del without["privacy"]["loss_probes"]
     plain = Phase.model_validate(without)
@@ -260,8 +262,8 @@ def test_the_noise_on_a_released_slope_is_the_planned_one() -> None:
 def test_what_a_rate_takes_for_noise_is_the_noise_of_what_is_released() -> None:
     """With held-out records, sums are divided by the expected number of the others."""
     settings = Phase.model_validate(PHASE)
-    metrics = (*plan_of(bound=0.1, std=0.8).metrics, PlannedMetric(ACCURACY, 1.0, 1.0))
-    for plan in (plan_of(bound=0.1, std=0.8), plan_for(metrics=metrics, held_out=0.5)):
+    metrics = (*plan_of(bound=0.1, std=0.8).metrics, HeldOutAccuracy.of(1.0, 0.5))
+    for plan in (plan_of(bound=0.1, std=0.8), plan_for(metrics=metrics)):
         phase: Any = SimpleNamespace(settings=settings)
         rate = probed_rate(phase, plan)
         assert rate is not None

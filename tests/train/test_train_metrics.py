@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import Event, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.privacy import ReleasedMetric
 from murmuration.train.noise.metrics import MetricRelease
@@ -111,10 +115,10 @@ def test_the_bound_is_one_on_the_grid_of_sums_too(plan: PrivacyPlan, bound: floa
 
 
 def test_batches_whose_sums_fp64_would_round_are_refused(plan: PrivacyPlan) -> None:
-    huge = replace(plan, records=2**31, threshold=2**23, delta=1e-10)
+    huge = replace(plan, records=2**31, sampling=Poisson(2**23), delta=1e-10)
     assert MetricRelease(METRIC_KEY, huge, ranks=alone())
     with pytest.raises(PlanError, match=r"at most 8,388,608 records exactly.*expected_batch"):
-        MetricRelease(METRIC_KEY, replace(huge, threshold=2**23 + 4), ranks=alone())
+        MetricRelease(METRIC_KEY, replace(huge, sampling=Poisson(2**23 + 4)), ranks=alone())
 
 
 def test_the_noise_is_the_planned_one_once_for_all_ranks_and_new_at_each_step(plan: PrivacyPlan) -> None:

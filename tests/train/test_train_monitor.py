@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 
-from murmuration.accounting.plan import RATE_DENOMINATOR
+from murmuration.accounting.sampling import RATE_DENOMINATOR
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.train.clip.engine import clipped_totals
@@ -221,7 +221,7 @@ def test_no_step_is_best_where_the_loss_does_not_curve_upwards() -> None:
 
 def test_the_suggested_batch_is_the_best_of_a_brute_search_with_sigma_calibrated_at_each_batch() -> None:
     from murmuration.accounting.epsilon.accountant import epsilon
-    from murmuration.accounting.plan import Event
+    from murmuration.accounting.event import Event
 
     plan = plan_for(records=20_000, batch=800, steps=40, noise_multiplier=1.6, epsilon_budget=1e3)
     known = choices(plan, (0.25, 1.0, 4.0))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from murmuration.accounting.ledger.facts import GENERATORS
-from murmuration.accounting.plan import PlanError
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.noise import GENERATORS
 from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import chacha

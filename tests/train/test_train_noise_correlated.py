@@ -12,12 +12,13 @@ import torch
 
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain, forgettable
 from murmuration.accounting.keys import KeyFileError, Link, load
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PlanError
+from murmuration.accounting.noise import NoiseKind
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
-from murmuration.train.config.root import NoiseKind
 from murmuration.train.core import Computation
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
@@ -205,7 +206,7 @@ def test_a_new_segment_begins_in_the_middle_of_a_block_with_draws_of_its_own(tmp
     history, _ = History.read(tmp_path / "ledger.jsonl")
     assert [segment.from_step for segment in history.segments] == [0, 4]
     added = {(s.segment, s.step): facts.noise.correlation for s, facts in steps_of(tmp_path).opened.items()}
-    matrix, std = history.plans[0].banded, history.plans[0].noise_std
+    matrix, std = history.plans[0].noise, history.plans[0].noise_std
     assert matrix is not None and added[1, 5] is not None and added[0, 5] is not None
     assert added[1, 5].added == std * matrix.spread(5, 5) != added[0, 5].added == std * matrix.spread(5)
     assert [event.count for event in history.charged()] == [4], "step 5's part had turns at 2, 5, 5 and 8"
@@ -222,15 +223,15 @@ def test_what_needs_independent_noise_and_bands_exclude_each_other(tmp_path: Pat
 def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledger() -> None:
     phase = private_phase({"noise": {"kind": "banded", "bands": 4, "horizon": 12}})
     plan = plan_of(phase)
-    assert plan.banded == best_banded(4, 12)
+    assert plan.noise == best_banded(4, 12)
     assert (plan.sampling_rate, plan.divisor) == pytest.approx((0.2, 50), rel=1e-8)
     assert 3.99 < planned_epsilon(plan) <= 4.0
     assert planned_epsilon(plan) == epsilon([Event(plan.sampling_rate, plan.noise_multiplier, 5)], plan.delta)
     digits = tuple(tuple(1.001 * entry for entry in row) for row in best_banded(4, 12).rows)
-    known = replace(plan, banded=BandedNoise(digits, 12))
-    assert plan_of(phase, known=known).banded == known.banded
+    known = replace(plan, noise=BandedNoise(digits, 12))
+    assert plan_of(phase, known=known).noise == known.noise
     longer = private_phase({"noise": {"kind": "banded", "bands": 4}})
-    assert plan_of(longer, known=known).banded == best_banded(4, 20)
+    assert plan_of(longer, known=known).noise == best_banded(4, 20)
 
 
 def test_a_phase_until_its_budget_ends_with_a_whole_block() -> None:

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.plan import GRID_GROWTH, Event, PlanError, PlannedMetric, fits_grid
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.event import Event
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.noise import GRID_GROWTH, ExactGrid, fits_grid
 from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.ranks import Alone
 from murmuration.train.distributed.shards import Fragment
@@ -31,7 +34,7 @@ from tests.support.train_helpers import fragments_of, plan_for, private_engine, 
 
 KEY = bytes(range(32))
 N = 1 << 19
-PLAN = plan_for(grid_growth=GRID_GROWTH)
+PLAN = plan_for(noise=ExactGrid())
 ALONE = Fragment("w", 0, 0, 1, 0)
 
 
@@ -278,7 +281,7 @@ def test_every_element_gets_the_same_one_draw_at_any_world_size_and_ahead_of_tim
 
 
 def test_what_is_released_is_whole_numbers_until_the_division() -> None:
-    plan = plan_for(records=512, batch=32, grid_growth=GRID_GROWTH, clip_norm=0.3)
+    plan = plan_for(records=512, batch=32, noise=ExactGrid(), clip_norm=0.3)
     assert plan.divisor == 32.0
     mechanism = ExactNoise.of(KEY, plan, NOISE_CHUNK)
     total = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 20
@@ -320,7 +323,7 @@ def test_a_sum_that_is_no_number_is_an_error_and_not_a_whole_number(wrong: float
 @settings(max_examples=200, deadline=None)
 @given(st.floats(1e-6, 1e6), st.floats(0.1, 100.0), st.integers(1, 10**9))  # more elements are refused at σ = 100
 def test_the_grid_is_the_coarsest_that_the_plan_pays_for(norm: float, sigma: float, elements: int) -> None:
-    plan = plan_for(clip_norm=norm, noise_multiplier=sigma, grid_growth=GRID_GROWTH)
+    plan = plan_for(clip_norm=norm, noise_multiplier=sigma, noise=ExactGrid())
     grid = ExactNoise.of(KEY, plan, elements).grid
     assert fits_grid(grid, elements, GRID_GROWTH * norm)
     assert (
@@ -337,7 +340,7 @@ def test_the_grid_follows_a_norm_that_adapts() -> None:
 
 def test_metrics_have_grids_of_their_own() -> None:
     metric = PlannedMetric("loss", 2.0, 12.0)
-    plan = plan_for(metrics=(metric,), grid_growth=GRID_GROWTH)
+    plan = plan_for(metrics=(metric,), noise=ExactGrid())
     noise = ExactNoise.of_metric(KEY, metric, plan)
     assert noise.std == 12.0 and fits_grid(noise.grid, 1, GRID_GROWTH * 2.0)
 
@@ -346,9 +349,9 @@ def test_a_grid_that_nobody_pays_for_and_one_that_is_too_fine_are_refused() -> N
     with pytest.raises(PlanError, match="charges nothing for the grid"):
         ExactNoise.of(KEY, plan_for())
     with pytest.raises(PlanError, match="smaller noise multiplier"):
-        ExactNoise.of(KEY, plan_for(noise_multiplier=1e6, grid_growth=GRID_GROWTH), 10**10)
-    with pytest.raises(PlanError, match="grid_growth must lie"):
-        plan_for(grid_growth=1e-5)
+        ExactNoise.of(KEY, plan_for(noise_multiplier=1e6, noise=ExactGrid()), 10**10)
+    with pytest.raises(PlanError, match="growth of exact noise must lie"):
+        plan_for(noise=ExactGrid(1e-5))
 
 
 def test_the_core_takes_no_plan_that_says_otherwise() -> None:

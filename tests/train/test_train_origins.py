@@ -22,7 +22,8 @@ from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson, threshold_for
 from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.shard_index import build as build_index
@@ -33,7 +34,7 @@ from murmuration.train.recipe.warm_start import EXPORTED, WarmStart
 from murmuration.train.storage.sibling_runs import RunLog
 from tests.support.acc_world import KEY, SIGNER
 
-PLAN = PrivacyPlan(64, threshold_for(64, 8), 1.0, 2.0, 3, 1 / 128, 8.0)
+PLAN = PrivacyPlan(64, Poisson(threshold_for(64, 8)), 1.0, 2.0, 3, 1 / 128, 8.0)
 
 
 def run(

@@ -19,7 +19,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
+from murmuration.accounting.event import Event
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson, threshold_for
 from murmuration.data.draw.micro_batch import MicroBatch, even_width, row_count, slots
 from murmuration.model.build import build
 from murmuration.train.clip.bookkeeping import BookKeepingClip
@@ -249,7 +251,7 @@ def test_a_plan_without_data_and_without_the_model_in_memory(
     assert (phase["layouts"][0]["stage"], phase["layouts"][0]["offload"]) == (0, False)
     last = phase["epsilons"][-1]
     assert last[0] == 100
-    exact = epsilon([Event(phase["plan"]["threshold"] / 2**32, 1.0, 100)], phase["plan"]["delta"])
+    exact = epsilon([Event(phase["plan"]["sampling"]["threshold"] / 2**32, 1.0, 100)], phase["plan"]["delta"])
     assert last[1] == pytest.approx(exact)
     assert [t for t, _ in phase["epsilons"]] == [20, 40, 60, 80, 100]
     assert phase["gpu_hours"] == pytest.approx(phase["days"] * 24 * 16)
@@ -347,9 +349,9 @@ def test_the_measured_products_are_most_of_what_a_step_is_planned_to_compute(pla
 
 def calibrated_plan(records: int, batch: float, steps: int, epsilon: float) -> PrivacyPlan:
     threshold, delta = threshold_for(records, batch), 1 / (2 * records)
-    sigma = calibrate_sigma(threshold / 2**32, steps, epsilon, delta)
+    sigma = calibrate_sigma(Event(threshold / 2**32, 1.0, steps), epsilon, delta)
     return PrivacyPlan(
-        records=records, threshold=threshold, clip_norm=1.0, noise_multiplier=sigma, steps=steps, delta=delta,
+        records=records, sampling=Poisson(threshold), clip_norm=1.0, noise_multiplier=sigma, steps=steps, delta=delta,
         epsilon_budget=epsilon,
     )  # fmt: skip
 
@@ -398,7 +400,7 @@ def test_where_nothing_helps_it_says_so() -> None:
 def test_no_published_recipe_is_called_useless() -> None:
     for records, batch, steps, budget, sigma in PLANS.values():
         published = PrivacyPlan(
-            records=records, threshold=threshold_for(records, batch), clip_norm=1.0, noise_multiplier=sigma,
+            records=records, sampling=Poisson(threshold_for(records, batch)), clip_norm=1.0, noise_multiplier=sigma,
             steps=steps, delta=1 / (2 * records), epsilon_budget=budget,
         )  # fmt: skip
         assert noise_over_signal(published, 2 * 10**9) < DROWNED, "even with two billion weights"
@@ -442,7 +444,7 @@ def test_a_simulation_is_called_not_private_at_the_epsilon_of_its_config(
     (phase,) = json.loads(capsys.readouterr().out)["phases"]
     assert phase["note"] == SAID and phase["plan"]["stands_for"] == {"epsilon": 1.0, "scale": 2.0}
     run = phase["plan"]
-    spent = epsilon([Event(run["threshold"] / 2**32, run["noise_multiplier"], 10)], run["delta"])
+    spent = epsilon([Event(run["sampling"]["threshold"] / 2**32, run["noise_multiplier"], 10)], run["delta"])
     assert phase["batch"] == pytest.approx(2048, abs=0.1) and phase["epsilons"][-1] == [10, pytest.approx(spent)]
     assert run["noise_multiplier"] == 1.0 if sigma else spent > 1.2, "what will run, not what the config reads as"
     assert f"  note          {SAID}\n" in as_text(meaning(load(path, [])))
@@ -538,7 +540,7 @@ DRAWS = 20_000
 
 def plan_of(records: int, batch: float) -> PrivacyPlan:
     return PrivacyPlan(
-        records=records, threshold=threshold_for(records, batch), clip_norm=1.0, noise_multiplier=1.0, steps=1,
+        records=records, sampling=Poisson(threshold_for(records, batch)), clip_norm=1.0, noise_multiplier=1.0, steps=1,
         delta=1e-3 / records, epsilon_budget=1.0,
     )  # fmt: skip
 

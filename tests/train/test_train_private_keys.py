@@ -202,7 +202,7 @@ def taken_part(
         settings = {"reader": of_order} | EPOCHS
         with opened(folder, order=name, **settings) as training_:
             for number in list(training_.steps())[:count]:
-                epoch = (number - 1) // training_.plan.slots
+                epoch = (number - 1) // training_.plan.sampling.period
                 for record in training_.phase.made.records.draw(number).ids:
                     found[segments(folder) * 100 + epoch, int(order[record])] += 1
                 training_.step(number, RATE)

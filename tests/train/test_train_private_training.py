@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import BudgetSpent
-from murmuration.accounting.plan import Event
+from murmuration.accounting.noise import NoiseKind
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
-from murmuration.train.config.root import NoiseKind
 from murmuration.train.core import Computation
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.noise.aes import AESNoise
@@ -63,8 +63,9 @@ def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path, kind: No
             mechanism = ExactNoise.of(noise_key, plan, sum(p.numel() for p in model.parameters()))
         assert opened[step]["noise"].get("grid", 0.0) == mechanism.grid
         link = hkdf(link, "murmuration/2|next step")
-        ids = drawn(sampling, step, plan.records, plan.threshold)
-        told = hmac.new(digest_key, np.array([step, plan.threshold, plan.records], "<u8").tobytes(), hashlib.sha256)
+        threshold = round(plan.sampling_rate * 2**32)
+        ids = drawn(sampling, step, plan.records, threshold)
+        told = hmac.new(digest_key, np.array([step, threshold, plan.records], "<u8").tobytes(), hashlib.sha256)
         told.update(ids.astype("<i8").tobytes())
         assert told.hexdigest() in json.dumps(opened[step]), "the ledger tells of this very draw"
         total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
@@ -464,7 +465,7 @@ def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_float
 
 def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path) -> None:
     run(tmp_path, 2, computation=Computation(noise="exact"))
-    with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*grid_growth"):
+    with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*noise"):
         run(tmp_path, 2)
     whole = run(tmp_path / "other", 4, computation=Computation(noise="exact"))
     parts = run(tmp_path, 2, computation=Computation(noise="exact"))

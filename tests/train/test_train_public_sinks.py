@@ -21,10 +21,11 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.shard_index import build
 from murmuration.train.config.optimizer import Schedule
 from murmuration.train.run.board import Board, Feed, Pace
-from murmuration.train.run.trainer import Saving, Trainer, Watching
+from murmuration.train.run.trainer import Trainer, Watching
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.saving import Saving
 from tests.support.train_helpers import alone
 
 RECORDS, STEPS, SLOW = 12, 120, 7
@@ -77,8 +78,8 @@ def trained(folder: Path, data: Path) -> dict[str, bytes]:
         "step": SimpleNamespace(run=step),
         "engine": None,
         "saving": Saving(
-            SimpleNamespace(begin=lambda *given: None, settle=lambda *given: None), STEPS, 1, True, dict,  # pyright: ignore
-            lambda *given: None,
+            SimpleNamespace(begin=lambda *given: None, settle=lambda *given: None),  # pyright: ignore
+            alone(), 0, None, True, dict, lambda *given: None,  # pyright: ignore
         ),
         "watching": Watching(None, None),
         "board": board,
@@ -86,7 +87,7 @@ def trained(folder: Path, data: Path) -> dict[str, bytes]:
         "ending": SimpleNamespace(reason=lambda: None, measured=lambda *given: None),
     }  # fmt: skip
     trainer = Trainer(
-        ranks=alone(), log_every=5, clip_bound=1.0, spent=lambda: 1.0, budget=1.39, **parts
+        ranks=alone(), every=STEPS, lag=1, log_every=5, clip_bound=1.0, spent=lambda: 1.0, budget=1.39, **parts
     )  # fmt: skip
     try:
         trainer.run(0)

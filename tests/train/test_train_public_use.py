@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from murmuration.data.index.open import open_index
-from murmuration.data.index.public_split import PublicSplit, SplitIndex
+from murmuration.data.index.public_cut import PublicSplit
+from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.index import shape_samples, write_shards

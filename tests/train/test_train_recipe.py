@@ -88,7 +88,7 @@ def test_exact_noise_has_as_much_more_as_its_grid_takes(loaded: Callable[..., Co
     phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
     assert phase.privacy is not None
     plain, exact = (plan_of_phase(phase, phase.privacy, 40, "phases.1", noise=kind) for kind in ("aes", "exact"))
-    assert (plain.grid_growth, exact.grid_growth) == (0.0, 1e-6)
+    assert (plain.noise.growth, exact.noise.growth) == (0.0, 1e-6)
     assert 0 < exact.noise_multiplier - plain.noise_multiplier < 2.1e-5
     assert planned_epsilon(exact) <= exact.epsilon_budget
 

@@ -17,7 +17,9 @@ from murmuration.accounting.banded import best_banded
 from murmuration.accounting.cli.main import main as account
 from murmuration.accounting.epsilon.accountant import epsilon, epsilon_below
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
-from murmuration.accounting.plan import RATE_DENOMINATOR, Event, parse_delta, threshold_for
+from murmuration.accounting.event import Event
+from murmuration.accounting.plan import parse_delta
+from murmuration.accounting.sampling import RATE_DENOMINATOR, Poisson, threshold_for
 from murmuration.model.build import build
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
@@ -178,9 +180,9 @@ def test_one_step_at_eight_budgets(epsilon: float, at_a_millionth: float) -> Non
     settings = load(FILES["transfer_vith_onestep"], [f"phases.1.privacy.epsilon={float(epsilon)}"]).phases[1]
     assert settings.privacy is not None
     plan = plan_of_phase(with_steps(settings, IMAGENET, "phases.1"), settings.privacy, IMAGENET, "phases.1")
-    assert abs(calibrate_sigma(1.0, 1, float(epsilon), 1e-6) - at_a_millionth) < 6e-5
+    assert abs(calibrate_sigma(Event(1.0, 1.0, 1), float(epsilon), 1e-6) - at_a_millionth) < 6e-5
     assert at_a_millionth < plan.noise_multiplier < 1.015 * at_a_millionth
-    assert plan.threshold == 2**32 and 0.999 * epsilon < planned_epsilon(plan) <= epsilon
+    assert plan.sampling == Poisson(2**32) and 0.999 * epsilon < planned_epsilon(plan) <= epsilon
     refused = [f"phases.1.privacy.epsilon={float(epsilon)}", "phases.1.privacy.delta=1e-6"]
     with pytest.raises(ValueError, match=r"delta must lie in \(0, 1/n\]"):
         meaning(load(FILES["transfer_vith_onestep"], refused))

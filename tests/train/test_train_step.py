@@ -18,6 +18,7 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent, Journal
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.data.draw.samplers import make_sampler
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.stop import Stopped
@@ -56,7 +57,7 @@ def test_the_ledger_is_written_before_anything_is_computed_and_after_everything(
     draw = step.records.draw(1)
     assert observed.records == len(draw.ids) > 0
     facts = next(iter(steps_of(journal).committed.values()))
-    assert facts.sampling.digest == draw.digest and facts.sampling.threshold == plan.threshold
+    assert facts.sampling.digest == draw.digest and facts.sampling.rule == plan.sampling
     assert facts.noise.elements == engine.trainable_elements and facts.noise.std == plan.noise_std
     assert facts.clipping.sensitivity == pytest.approx(plan.clip_norm, rel=1e-9)
     assert "norm" not in (tmp_path / "ledger.jsonl").read_text().split('"open"')[1]
@@ -209,7 +210,7 @@ def test_ranks_that_drew_different_records_stop(tmp_path: Path, plan: PrivacyPla
 
     def act(ranks: Any) -> None:
         key = KEY if ranks.main else b"x" * 32
-        sampler = PoissonSampler(key, DIGEST_KEY, plan.records, plan.threshold)
+        sampler = make_sampler(plan.sampling, key, DIGEST_KEY, plan.records)
         step_of(ranks, journal if ranks.main else None, plan, sampler=sampler)[0].run(1, 1e-2)
 
     with pytest.raises(Disagreement, match="the records of step 1"):
@@ -234,9 +235,9 @@ def test_altered_parts_are_refused_before_anything_is_computed(tmp_path: Path, p
 
     run("honest")
     with pytest.raises(LedgerError, match="states n = 300"):
-        run("records", sampler=PoissonSampler(KEY, DIGEST_KEY, 300, plan.threshold))
-    with pytest.raises(LedgerError, match="states K ="):
-        run("K", sampler=PoissonSampler(KEY, DIGEST_KEY, plan.records, 2 * plan.threshold))
+        run("records", sampler=make_sampler(plan.sampling, KEY, DIGEST_KEY, 300))
+    with pytest.raises(LedgerError, match="draws a Poisson sample"):
+        run("K", sampler=PoissonSampler(KEY, DIGEST_KEY, plan.records, 2**31))
 
     def larger_c(step: PrivateStep) -> None:
         rule = step.clip.rule

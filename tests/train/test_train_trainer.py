@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.epsilon import accountant
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
-from murmuration.accounting.plan import Event
+from murmuration.accounting.sampling import Poisson
 from murmuration.train.config.optimizer import Schedule
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.public.monitor import MonitorReading
 from murmuration.train.run import phase as module
 from murmuration.train.run.phase import Spent
-from murmuration.train.run.trainer import Saving, Trainer, Watching
+from murmuration.train.run.trainer import Trainer, Watching
 from murmuration.train.step import StepSummary
+from murmuration.train.storage.saving import Saving
 from tests.support.acc_world import PLAN, begin, facts, train
 from tests.support.train_helpers import alone
 
@@ -41,7 +43,7 @@ class Loop:
             "step": SimpleNamespace(run=self.one),
             "engine": SimpleNamespace(discard=lambda: self.said.append("discard")),
             "saving": Saving(
-                SimpleNamespace(begin=self.begin, settle=self.settle), 2, lag, True, dict,  # pyright: ignore
+                SimpleNamespace(begin=self.begin, settle=self.settle), alone(), 0, None, True, dict,  # pyright: ignore
                 lambda step, digest: self.said.append(("ledger", step, digest)),
             ),
             "watching": Watching(
@@ -60,7 +62,7 @@ class Loop:
         }  # fmt: skip
         self.evaluator: Any = parts["watching"].evaluator
         self.trainer = Trainer(
-            ranks=alone(), log_every=99, clip_bound=None, spent=lambda: None, budget=None, **parts
+            ranks=alone(), every=2, lag=lag, log_every=99, clip_bound=None, spent=lambda: None, budget=None, **parts
         )  # fmt: skip
 
     def one(self, step: int, rate: float) -> StepSummary:
@@ -129,7 +131,7 @@ def test_a_phase_that_ends_early_saves_and_measures_its_last_step() -> None:
 
 EVERY = 5
 # Sampled, so that composing takes the accountant and not a closed form.
-SAMPLED = replace(PLAN, threshold=2**28, noise_multiplier=1.0, epsilon_budget=50.0)
+SAMPLED = replace(PLAN, sampling=Poisson(2**28), noise_multiplier=1.0, epsilon_budget=50.0)
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import PlanError, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.function_reader import FunctionReader
 from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.batch.slot_rows import SlotRows

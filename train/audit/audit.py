@@ -42,10 +42,11 @@ from murmuration.accounting.keys import Link, RunKey, hkdf
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
-from murmuration.accounting.plan import PrivacyPlan, threshold_for
+from murmuration.accounting.noise import IndependentNoise
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import RandomAllocation, make_sampling
 from murmuration.data.batch.reader import BatchReader
-from murmuration.data.draw.allocation import AllocationSampler
-from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from murmuration.train.audit.checks import Check, check_allocation, check_divisor, check_noise, check_sampling
@@ -62,7 +63,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround, evaluating
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
-from murmuration.train.noise.correlated import CorrelatedNoise
+from murmuration.train.noise.choose import over_steps
 from murmuration.train.noise.update import Update
 from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private_phase import PrivatePhase
@@ -183,7 +184,7 @@ class _Audit:
         if self.options.noise_scale != 1:
             weak = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
             first = segment.begun_after + 1
-            planted = weak if plan.banded is None else CorrelatedNoise(weak, plan.banded, first)
+            planted = over_steps(weak, plan, first)
         batches = CanaryBatches(reader, self.ranks, self.micro_batch, self.planned.real, included, crafted)
         step = self._step(segment, self._journals.get("audit"), plan, planted, batches)
         engine.set_optimizer_step(segment.begun_after)
@@ -202,8 +203,8 @@ class _Audit:
         """Checks the divisor with a `PrivateStep` whose records are present but contribute zero, at learning rate 0 and
         in another ledger; with independent noise and Poisson draws."""
         plan = replace(
-            self.plan, threshold=threshold_for(self.plan.records, DIVISOR_RATE * self.plan.records),
-            steps=DIVISOR_STEPS, epsilon_budget=1e3, banded=None, slots=1,
+            self.plan, sampling=make_sampling("poisson", self.plan.records, DIVISOR_RATE * self.plan.records, 1),
+            steps=DIVISOR_STEPS, epsilon_budget=1e3, noise=IndependentNoise(),
         )  # fmt: skip
         example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
         self.ranks.on_main(lambda: self._begin("divisor", plan))
@@ -222,7 +223,7 @@ class _Audit:
         self, segment: Segment, journal: Journal | None, plan: PrivacyPlan, planted: Noise | None,
         batches: CanaryBatches | SilentBatches,
     ) -> PrivateStep:  # fmt: skip
-        private = self.private.again(plan, self._keys(segment, plan.slots), segment.begun_after)
+        private = self.private.again(plan, self._keys(segment, plan.sampling.steps_of_a_key), segment.begun_after)
         # Drawn where it is needed: the audit compares what the optimizer sees with what it drew itself.
         noise = planted or private.core.noise("noise")
         records = Records(private.core.sampler().draw, batches)
@@ -243,10 +244,10 @@ class _Audit:
         reason = "made again" if segment.begun_after else "first"
         journal.begin_segment(number, digest, contents["data"], segment.begun_after, reason, segment.name)
 
-    def _keys(self, segment: Segment, slots: int = 1) -> PhaseKeys:
+    def _keys(self, segment: Segment, steps_of_a_key: int = 1) -> PhaseKeys:
         """Keys like a run's, but repeatable: every call, on any rank, returns the same chain from its start."""
         secret = hkdf(self.key.secret, f"audit|{segment.name}")
-        link = Link.first(segment.name, segment.begun_after + 1, secret, slots)
+        link = Link.first(segment.name, segment.begun_after + 1, secret, steps_of_a_key)
         return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=segment.name), KeyChain(link))
 
     def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
@@ -265,14 +266,16 @@ class _Audit:
 
     def _sampling(self) -> Check:
         """Checks the real sampler at the config's own sampling rate."""
-        records, slots = min(self.phase.n, SAMPLING_RECORDS), min(self.planned.trained_slots, SAMPLING_STEPS)
-        keys = self._keys(Segment("sampling"), slots)
-        if slots > 1:
-            sampler = AllocationSampler(keys("sampling"), keys("sampling-digest"), records, slots)
-            whole = range(1, slots * (SAMPLING_STEPS // slots + 1) + 1)
-            return check_allocation([sampler.draw(t).ids for t in whole], records, slots)
-        poisson = PoissonSampler(keys("sampling"), keys("sampling-digest"), records, self.planned.trained_threshold)
-        return check_sampling([poisson.draw(t).ids for t in range(1, SAMPLING_STEPS + 1)], records, poisson.q)
+        records, trained = min(self.phase.n, SAMPLING_RECORDS), self.planned.trained
+        if isinstance(trained, RandomAllocation):
+            trained = RandomAllocation(min(trained.slots, SAMPLING_STEPS))
+        keys = self._keys(Segment("sampling"), trained.steps_of_a_key)
+        sampler = make_sampler(trained, keys("sampling"), keys("sampling-digest"), records)
+        steps = SAMPLING_STEPS if trained.period == 1 else trained.period * (SAMPLING_STEPS // trained.period + 1)
+        draws = [sampler.draw(t).ids for t in range(1, steps + 1)]
+        if isinstance(trained, RandomAllocation):
+            return check_allocation(draws, records, trained.slots)
+        return check_sampling(draws, records, trained.rate)
 
     def _power(self, shown: Shown, claim: Claim) -> dict[float, float]:
         """By scale: the share of such audits that would refute noise of that many times the planned deviation; {} where

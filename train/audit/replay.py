@@ -35,15 +35,15 @@ from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Derive, RunKey
 from murmuration.accounting.ledger.chain import Ledger
-from murmuration.accounting.ledger.facts import CorrelationFact
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
-from murmuration.accounting.plan import ACCURACY, PrivacyPlan
+from murmuration.accounting.noise import CorrelationFact
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import noun
 from murmuration.data.batch.loader import Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
-from murmuration.data.draw.poisson import PoissonSampler
+from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.audit.setup import audited_phase
@@ -62,6 +62,7 @@ from murmuration.train.private_phase import PrivatePhase, ProbedStep
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
+from murmuration.train.run.declare import header
 from murmuration.train.run.phase import probed_rate, trainer_of, watching_of
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
@@ -339,8 +340,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
 def _judge_released(report: ReplayReport, pairs: dict[str, list[tuple[float, float]]], plan: PrivacyPlan) -> None:
     """Judges the numbers released with the same noise: they lie as far apart as the sums behind them."""
     for metric in plan.metrics:
-        share = plan.held_out or 0.0
-        scale = plan.divisor * (share if metric.name == ACCURACY else 1 - share)
+        scale = metric.expected(plan.divisor, plan.held_out)
         both = pairs.get(f"noised_{metric.name}", [])
         apart = max((abs(one - other) * scale for one, other in both), default=0.0)
         # They are released as 32-bit floats.
@@ -402,7 +402,7 @@ def replay(
 
 def _first_drawn(derive: Derive, plan: PrivacyPlan, steps: int) -> int:
     """A random record of the first non-empty draw: a record that is never drawn would show nothing."""
-    sampler = PoissonSampler(derive("sampling"), derive("sampling-digest"), plan.records, plan.threshold)
+    sampler = make_sampler(plan.sampling, derive("sampling"), derive("sampling-digest"), plan.records)
     for number in range(1, steps + 1):
         if len(ids := sampler.draw(number).ids):
             return int(ids[secrets.randbelow(len(ids))])
@@ -419,7 +419,7 @@ def _world(
     rate = probed_rate(phase, plan)
     private = PrivatePhase(
         plan, model, rule, phase.settings.optimizer, derive, ranks, EngineSettings("local", config.micro_batch),
-        Computation.of(config.run), number=phase.number, around_engine=SummedEngine, keeps_before=rate is not None,
+        Computation.of(config.run), number=phase.number, around_engine=SummedEngine, rate=rate,
     )  # fmt: skip
     engine = private.engine
     assert isinstance(engine, SummedEngine)
@@ -434,14 +434,15 @@ def _world(
     private.feed(reader)
     run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(private.core.noise("noise")))
-    real = private.begin(run.writer, run.stop, noise=noise, probes=rate.probes if rate is not None else None)
+    real = private.begin(run.writer, run.stop, noise=noise)
     step: Leading | Following = Leading(real)
     if leader is not None and isinstance(leader.step, Leading):
         step = Following(real, engine, leader.step, leader.engine)
     watching = watching_of(run, phase, engine, derive, private.clip, plan, real.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
     probed = step if rate is None else ProbedStep(step.run, rate)  # outermost: both follow the first training's rate
-    trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0)
+    saving = private.saving(run, lambda: header(run, phase), lambda: None)
+    trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0, saving)
     return World(run, private, step, noise, trainer.pausing(0))
 
 

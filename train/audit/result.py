@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.epsilon.audit_evidence import ACCUSED, AuditBound, Bound
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import RandomAllocation
 from murmuration.train.audit.checks import Check
 
 
@@ -55,7 +56,8 @@ class AuditReport:
 
     @property
     def _drawn(self) -> str:
-        return "independent Poisson draws" if self.plan.slots == 1 else "those of random allocation"
+        allocated = isinstance(self.plan.sampling, RandomAllocation)
+        return "those of random allocation" if allocated else "independent Poisson draws"
 
     def as_json(self) -> str:
         proven, best = self.bound.proven, self.bound.best

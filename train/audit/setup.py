@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from murmuration.accounting.epsilon.audit_bound import CONFIDENCE, numbers_of_guesses
-from murmuration.accounting.plan import MOST_OFF, PrivacyPlan, draws_for
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import MOST_OFF, AnySampling, make_sampling
 from murmuration.model.build import build
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.privacy import Privacy
@@ -49,14 +50,13 @@ class AuditSetup:
     plan: PrivacyPlan
     rule: ClipRule
     real: int
-    trained_threshold: int
-    trained_slots: int
+    trained: AnySampling
     """As the config itself draws, of all records together, for checking the sampler."""
 
     @property
     def resumed_after(self) -> int:
         """The step after which the second segment begins."""
-        together = self.plan.bands * self.plan.slots
+        together = self.plan.sampling.period
         return self.plan.steps - self.options.again * together + together // 2
 
 
@@ -108,8 +108,8 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
         best = round(math.sqrt(plan.divisor))
         hint = f"in an audit: --set train_micro_batch_size_per_gpu={best}, or fewer --canaries"
         raise RecipeError(f"{error} ({hint})") from None
-    drawn = draws_for(privacy.sampling, phase.n, privacy.expected_batch, phase.settings.steps)
-    return AuditSetup(options, phase, settings, plan, rule, real, *drawn)
+    trained = make_sampling(privacy.sampling, phase.n, privacy.expected_batch, phase.settings.steps)
+    return AuditSetup(options, phase, settings, plan, rule, real, trained)
 
 
 def _turn(privacy: Privacy, options: AuditOptions, where: str) -> tuple[int, float]:

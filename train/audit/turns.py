@@ -19,6 +19,7 @@ import numpy as np
 from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.epsilon.audit_pairs import Pairs, pairs_of
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import RandomAllocation
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ class Group:
 
 def turns_of(segments: Sequence[SeenSegment], plan: PrivacyPlan, numbers: np.ndarray) -> list[Group]:
     """`numbers`: those of the canaries among all records, which decide whose turn it is in a block."""
-    places = (numbers - 1) % plan.bands  # step t draws part t modulo b, and the first step is 1
+    bands = plan.sampling.parts
+    places = (numbers - 1) % bands  # step t draws part t modulo b, and the first step is 1
     groups = []
-    for place in range(plan.bands):
+    for place in range(bands):
         which = np.flatnonzero(places == place)
         turns = [turn for segment in segments for turn in _turns(segment, plan, which, place)]
         groups += [Group(which, tuple(turns))] if len(which) else []
@@ -76,16 +78,17 @@ def turns_of(segments: Sequence[SeenSegment], plan: PrivacyPlan, numbers: np.nda
 def _turns(segment: SeenSegment, plan: PrivacyPlan, which: np.ndarray, place: int) -> Iterator[Turn]:
     values, part = whitened(segment, plan)[:, which], segment.took_part[:, which]
     steps = segment.first + np.arange(len(values))
-    if plan.slots > 1:
-        for epoch in np.unique((steps - 1) // plan.slots):
-            rows = (steps - 1) // plan.slots == epoch
-            yield _allocated(values[rows], part[rows], plan.slots)
+    if isinstance(plan.sampling, RandomAllocation):
+        slots = plan.sampling.slots
+        for epoch in np.unique((steps - 1) // slots):
+            rows = (steps - 1) // slots == epoch
+            yield _allocated(values[rows], part[rows], slots)
         return
     rate = plan.sampling_rate
     patterns, chances = np.array([[0.0], [1.0]]), np.array([1 - rate, rate])
     kept = chances > 0
-    columns = None if plan.banded is None else np.linalg.inv(_matrix(segment, plan.banded)).T
-    for step in np.flatnonzero((steps - 1) % plan.bands == place):
+    columns = np.linalg.inv(_matrix(segment, plan.noise)).T if isinstance(plan.noise, BandedNoise) else None
+    for step in np.flatnonzero((steps - 1) % plan.sampling.parts == place):
         seen = values[step]
         if columns is not None:
             seen = columns[step] @ values / (columns[step] @ columns[step])
@@ -114,9 +117,9 @@ def _matrix(segment: SeenSegment, banded: BandedNoise) -> np.ndarray:
 def whitened(segment: SeenSegment, plan: PrivacyPlan, of: np.ndarray | None = None) -> np.ndarray:
     """What was released (or other numbers of the same steps), such that each step's noise is one draw."""
     values = segment.values if of is None else of
-    if plan.banded is None:
+    if not isinstance(plan.noise, BandedNoise):
         return values
-    return np.linalg.solve(_matrix(segment, plan.banded), values)
+    return np.linalg.solve(_matrix(segment, plan.noise), values)
 
 
 def noise_in(segments: Sequence[SeenSegment], plan: PrivacyPlan, gain: float) -> np.ndarray:

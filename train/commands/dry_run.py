@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import contribution_in_words
@@ -179,11 +177,10 @@ def _promised(promise: Promise) -> list[str]:
     return [
         f"n             {plan.records:,} ({promise.records_known})",
         f"unit          {plan.unit}" + ("" if plan.units is None else f": {contribution_in_words(plan.units)}"),
-        _drawn(plan),
+        plan.sampling.in_a_dry_run(plan.records, plan.steps),
         f"sigma         {plan.noise_multiplier:g}" + (" (calibrated)" if promise.calibrated else " (given)"),
-        *([f"noise         exact; charged as {plan.charged_as(1):.6f}·sigma for its grid"] if plan.grid_growth else []),
+        *plan.noise.in_a_dry_run(plan.noise_multiplier, plan.steps),
         *(f"released      {m.name}: bound {m.bound:g}, noise {m.std:g} per step" for m in plan.metrics),
-        *([] if plan.banded is None else [_correlated(plan, plan.banded)]),
         f"C             {plan.clip_norm:g} ({promise.clip})",
         *([f"views         {plan.views} of each record, clipped as one"] if plan.views > 1 else []),
         f"T             {plan.steps}",
@@ -191,26 +188,6 @@ def _promised(promise: Promise) -> list[str]:
         f"delta         {plan.delta:.6g}",
         *(f"note          {note}" for note in promise.notes),
     ]
-
-
-def _drawn(plan: PrivacyPlan) -> str:
-    if plan.slots == 1:
-        return f"q             {plan.sampling_rate:.8g} = {plan.threshold}/2^32 (expected batch {plan.divisor:,.2f})"
-    cut = plan.participations * plan.slots - plan.steps
-    text = (
-        f"allocation    each record in one of {plan.slots:,} steps (expected batch {plan.divisor:,.2f}), "
-        f"{plan.participations:,} times"
-    )
-    return text + (f"; the last epoch lacks {cut:,} steps and is charged whole" if cut else "")
-
-
-def _correlated(plan: PrivacyPlan, matrix: BandedNoise) -> str:
-    independent = math.sqrt((plan.steps + 1) / 2)
-    return (
-        f"noise         banded, {matrix.bands} bands: each record has that q in one of {matrix.bands} steps; "
-        f"{plan.added_noise:.4g}·C per step, adding up to {matrix.accumulated(plan.steps) / independent:.3f} of what "
-        "independent noise of this sigma would"
-    )
 
 
 def as_json(found: Meaning) -> str:
@@ -235,7 +212,7 @@ def _as_values(one: PhaseMeaning) -> dict[str, Any]:
         return value | {"batch": phase.batch, "public": phase.data.public}
     promise, plan = one.promise, one.promise.plan
     return value | {
-        "n": plan.records, "n_known": promise.records_known, "q": plan.sampling_rate, "threshold": plan.threshold,
+        "n": plan.records, "n_known": promise.records_known, "q": plan.sampling_rate,
         "expected_batch": plan.divisor, "sigma": plan.noise_multiplier, "calibrated": promise.calibrated,
         "clip_norm": plan.clip_norm, "clip_kind": promise.clip, "epsilon": promise.epsilon,
         "epsilon_budget": plan.epsilon_budget, "delta": plan.delta, "plan": plan.as_dict(),

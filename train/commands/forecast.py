@@ -7,7 +7,7 @@ import time
 
 from murmuration.accounting.errors import DONE, RunError
 from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exits import complain
+from murmuration.train.commands.exit_codes import complain
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

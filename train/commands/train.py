@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import DONE, RunError
 from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exits import complain_per_machine, guarded, joined, leave
+from murmuration.train.commands.exit_codes import complain_per_machine, guarded, joined, leave
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config
@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     from murmuration.train.config.load import load  # what a typo needs is imported first, and PyTorch last
-    from murmuration.train.config.root import run_dir_of
+    from murmuration.train.storage.run_dir import run_dir_of
 
     try:
         config = load(arguments.config, arguments.set)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from murmuration.accounting.plan import PlanError, require_together
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.plan import require_together
 from murmuration.data.decode.augment import AREAS, ResizeCrop, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Schedule

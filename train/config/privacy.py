@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from murmuration.accounting.banded import MOST_BANDS
+from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
+from murmuration.accounting.plan import MECHANISMS
+from murmuration.accounting.sampling import SamplingKind
 from murmuration.train.clip.groups import Grouping
 from murmuration.train.config.section import Section
 
@@ -83,6 +86,10 @@ class ReleasedMetric(Section):
         description="For accuracy: the share of the private records that are held out. They are drawn like all others "
         "but not trained on in this phase.",
     )
+
+    def planned(self) -> PlannedMetric:
+        std = self.bound * self.noise_multiplier
+        return PlannedMetric(self.name, self.bound, std) if self.share is None else HeldOutAccuracy.of(std, self.share)
 
 
 class LossProbes(Section):
@@ -166,7 +173,7 @@ class Privacy(Section):
         description="q·n, the expected number of records per step: the constant by which every noised sum is divided. "
         "all: every record in every step.",
     )
-    sampling: Literal["poisson", "allocation"] = Field(
+    sampling: SamplingKind = Field(
         default="poisson",
         description="Who takes part in a step. poisson: each record, independently, with probability q. allocation: "
         "the steps are cut into epochs, in each of which every record takes part in exactly one step, so that "
@@ -214,8 +221,7 @@ class Privacy(Section):
     def mechanisms(self) -> frozenset[str]:
         """As `accounting.plan.MECHANISMS` names them."""
         chosen = {
-            "bands": self.noise is not None,
-            "allocation": self.sampling == "allocation",
+            "banded": self.noise is not None,
             "tan": self.tan is not None,
             "adaptive": self.clip.adaptive is not None,
             "automatic": self.clip.kind == "automatic",
@@ -224,12 +230,11 @@ class Privacy(Section):
             "metrics": bool(self.release) or self.loss_probes is not None,
             "views": self.views > 1,
         }
-        return frozenset(name for name, given in chosen.items() if given)
+        return frozenset(name for name, given in chosen.items() if given) | ({self.sampling} & MECHANISMS.keys())
 
     def request(self, records: int, steps: int, exact: bool = False) -> PlanRequest:
         """What this asks of a plan for so many records, or units. `exact`: for exact noise."""
         from murmuration.accounting.make_plan import AdaptiveRequest, PlanRequest  # SciPy takes a second
-        from murmuration.accounting.plan import PlannedMetric
 
         adaptive, probes = self.clip.adaptive, self.loss_probes
         if adaptive is not None:
@@ -241,8 +246,8 @@ class Privacy(Section):
             noise_multiplier=self.noise_multiplier, clip_norm=self.clip.norm, adaptive=adaptive,
             sampling=self.sampling, bands=self.bands, horizon=None if self.noise is None else self.noise.horizon,
             exact=exact,
-            metrics=tuple(PlannedMetric(m.name, m.bound, m.bound * m.noise_multiplier) for m in self.release),
-            loss_probes=None if probes is None else (probes.bound, probes.noise_multiplier), held_out=self.held_out,
+            metrics=tuple(metric.planned() for metric in self.release),
+            loss_probes=None if probes is None else (probes.bound, probes.noise_multiplier),
             views=self.views, tan=None if self.tan is None else self.tan.scale,
         )  # fmt: skip
 

@@ -10,19 +10,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from murmuration.accounting.noise import NoiseKind
 from murmuration.model.named import LIBRARIES
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
+from murmuration.train.config.zero_optimization import ZeroOptimization
 
-__all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroOptimization", "ZeroShot", "json_schema", "run_dir_of"]
+__all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroShot", "json_schema"]
 
 
 class About(Section):
@@ -37,43 +38,6 @@ class About(Section):
     owner: str = Field(default="", description="Who is responsible for the data and this training; certified.")
 
 
-class Offload(Section):
-    """Optimizer state in host memory: all of it, since DeepSpeed would update the rest with an optimizer of its own."""
-
-    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state is kept: in host memory.")
-    pin_memory: bool = Field(default=False, description="Keeps that memory page-locked, for faster copies.")
-    adam: Literal["torch", "deepspeed"] = Field(
-        default="torch",
-        description="deepspeed: AdamW runs on the kernel of DeepSpeedCPUAdam, which is compiled at the first run.",
-    )
-
-
-class ZeroOptimization(Section):
-    """DeepSpeed's section of that name, without the settings that hide or change gradients."""
-
-    stage: Literal[0, 1, 2, 3] = Field(
-        default=1, description="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."
-    )
-    reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one reduction takes.")
-    allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one gather takes.")
-    contiguous_gradients: bool = Field(
-        default=True, description="Copies gradients into one buffer as they are computed."
-    )
-    overlap_comm: Literal[False] = Field(
-        default=False, description="Refused otherwise: it would reduce while micro-batches still arrive."
-    )
-    round_robin_gradients: Literal[False] = Field(
-        default=False, description="Refused otherwise: it reorders shards, so that noise and weights no longer match."
-    )
-    offload_optimizer: Offload | None = Field(
-        default=None, description="Keeps optimizer state in host memory; null: on the device."
-    )
-    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
-    stage3_max_live_parameters: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
-    stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
-
-
-NoiseKind = Literal["aes", "chacha20", "exact"]
 AUTO, GIVEN = "auto", "number"  # how the micro-batch is given
 
 
@@ -418,7 +382,3 @@ def json_schema() -> dict[str, Any]:
     phase["if"] = {"properties": {"data": {"properties": {"source": {"const": "checkpoint"}}, "required": ["source"]}}}
     phase["else"] = {"required": ["objective"]}
     return schema
-
-
-def run_dir_of(config: Config, config_path: Path) -> Path:
-    return Path(config.run.dir) if config.run.dir else Path.cwd() / "runs" / config_path.stem

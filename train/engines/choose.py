@@ -9,10 +9,11 @@ import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from murmuration.train.config.root import Config, ZeroOptimization
 from murmuration.train.config.section import RecipeError
+from murmuration.train.config.zero_optimization import ZeroOptimization
 
 if TYPE_CHECKING:
+    from murmuration.train.config.root import Config
     from murmuration.train.distributed.ranks import Ranks
     from murmuration.train.engines.base import Engine
     from murmuration.train.engines.forward import PlainForward, PrivateForward

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from murmuration.accounting.plan import ACCURACY
+from murmuration.accounting.metrics import ACCURACY
 from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.train.clip.losses import isolated
@@ -26,7 +26,7 @@ from murmuration.train.noise.metrics import MetricRelease
 MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]
 
 
-class HeldOutAccuracy:
+class HeldOutCount:
     def __init__(self, engine: Engine, release: MetricRelease) -> None:
         if engine.partitioned:
             raise RecipeError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from murmuration.accounting.plan import CURVATURE, SLOPE
+from murmuration.accounting.metrics import CURVATURE, SLOPE
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.losses import losses_of
 from murmuration.train.config.section import RecipeError

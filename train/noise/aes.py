@@ -16,8 +16,9 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from murmuration.accounting.ledger.facts import CorrelationFact
-from murmuration.accounting.plan import PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.noise import CorrelationFact
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place

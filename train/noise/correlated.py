@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.banded import BandedNoise
-from murmuration.accounting.ledger.facts import CorrelationFact
+from murmuration.accounting.noise import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise, in_groups
@@ -47,7 +47,7 @@ class CorrelatedNoise:
         return self._draws.generator
 
     def correlation(self, step: int) -> CorrelationFact:
-        return CorrelationFact(self._matrix.digest, self.std * self._matrix.spread(step, self._first))
+        return self._matrix.correlation(self.std, step, self._first)
 
     def prepare(self, step: int) -> None:
         """Does nothing: noise is drawn when it is needed."""

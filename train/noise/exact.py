@@ -1,7 +1,7 @@
 """Gaussian noise in whole multiples of a grid, drawn exactly: no machine rounding shapes its distribution.
 
 What is released. S is the clipped sum, at most C away from the sum S' of a neighbour, in d elements; G is the grid, a
-power of two with G·√d ≤ g·C, where g = `plan.grid_growth` = 1e-6. With [x] for the nearest whole number and Y for d
+power of two with G·√d ≤ g·C, where g = `plan.noise.growth` = 1e-6. With [x] for the nearest whole number and Y for d
 independent draws of N(0, (σC/G)²), the step releases ([S/G] + [Y])·G / (q·n).
 
 Why that is private. (1) [·] moves each element by at most ½, so [S/G] and [S'/G] are at most C/G + √d ≤ (1 + g)·C/G
@@ -32,8 +32,10 @@ import numpy as np
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from murmuration.accounting.ledger.facts import EXACT
-from murmuration.accounting.plan import PlanError, PlannedMetric, PrivacyPlan, fits_grid
+from murmuration.accounting.errors import PlanError
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.noise import EXACT, fits_grid
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.noise.aes import BLOCK_BYTES, CHUNK_BLOCKS, AESNoise, Scratch
 
@@ -67,12 +69,12 @@ class ExactNoise(AESNoise):
     def of(key: bytes | StepKey, plan: PrivacyPlan, elements: int = 1) -> ExactNoise:
         """For a gradient of `elements` elements."""
         return ExactNoise(
-            key, plan.noise_std, plan.divisor, _fineness(plan.grid_growth, plan.clip_norm, plan.noise_std, elements)
+            key, plan.noise_std, plan.divisor, _fineness(plan.noise.growth, plan.clip_norm, plan.noise_std, elements)
         )
 
     @staticmethod
     def of_metric(key: bytes | StepKey, metric: PlannedMetric, plan: PrivacyPlan) -> ExactNoise:
-        return ExactNoise(key, metric.std, plan.divisor, _fineness(plan.grid_growth, metric.bound, metric.std, 1))
+        return ExactNoise(key, metric.std, plan.divisor, _fineness(plan.noise.growth, metric.bound, metric.std, 1))
 
     @property
     def grid(self) -> float:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.adaptive import METRIC
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.facts import MetricFact
-from murmuration.accounting.plan import ACCURACY, CURVATURE, SLOPE, PlanError, PlannedMetric, PrivacyPlan
+from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.clip.engine import Observation
 from murmuration.train.distributed.ranks import Ranks
@@ -24,12 +26,25 @@ from murmuration.train.noise.update import sum_on_grid
 
 STEPS_TO_BOUND = 30
 """Bits of what one record may add: its share of the bound is known to a billionth, far below any noise."""
-SIGNED = (METRIC, SLOPE, CURVATURE)
-"""A record adds between -bound and bound to these, and between 0 and bound to all others."""
-MEASURED_APART = (ACCURACY, SLOPE, CURVATURE)
-"""What the pass that makes the gradients does not tell: whoever measures it calls `add_measured`."""
 MOST_RECORDS = 2**23
 """Size of a step: so many numbers of STEPS_TO_BOUND bits have a sum of at most 53 bits, as fp64 has."""
+
+
+def _clipped(observed: Observation, bound: float) -> Tensor:
+    assert observed.norms is not None, "a private phase measures gradient norms"
+    return (observed.norms > bound).double()
+
+
+def _half_of_clipped(observed: Observation, bound: float) -> Tensor:
+    """1/2 or -1/2; not a number where the norm is none."""
+    assert observed.norms is not None, "a private phase measures gradient norms"
+    return torch.where(torch.isfinite(observed.norms), _clipped(observed, bound) - 0.5, math.nan)
+
+
+MEASURES: dict[str, Callable[[Observation, float], Tensor]] = {
+    "loss": lambda observed, bound: observed.losses, "clipped": _clipped, METRIC: _half_of_clipped
+}  # fmt: skip
+"""What the pass that makes the gradients tells of each record, given the norm to which it clipped."""
 
 
 class MetricRelease:
@@ -45,9 +60,8 @@ class MetricRelease:
                 "are expected; release none (privacy.release), or lower privacy.expected_batch"
             )
         self._ranks = ranks
-        self._divisor = plan.divisor
-        self._planned = plan.metrics
-        self._held_out = plan.held_out or 0.0
+        self.planned = plan.metrics
+        self._expected = [metric.expected(plan.divisor, plan.held_out) for metric in plan.metrics]
         self._noise = [make(key, metric, plan) for metric in plan.metrics]
         self._sums = torch.zeros(len(plan.metrics), dtype=torch.float64, device=ranks.device)
 
@@ -55,37 +69,24 @@ class MetricRelease:
         """States how far each record moves a sum, and the noise that the mechanisms in use draw."""
         return tuple(
             MetricFact(metric.name, metric.bound, noise.std, noise.grid)
-            for metric, noise in zip(self._planned, self._noise, strict=True)
+            for metric, noise in zip(self.planned, self._noise, strict=True)
         )
 
     def add(self, present: Tensor, observed: Observation, bound: float) -> None:
         """A micro-batch of this rank, with the norm to which its gradients were clipped."""
-        for index, metric in enumerate(self._planned):
-            if metric.name not in MEASURED_APART:
-                self._add(index, self._values(metric, observed, bound), present)
+        for index, metric in enumerate(self.planned):
+            if not metric.apart:  # otherwise, whoever measures it calls `add_measured`
+                self._add(index, MEASURES[metric.name](observed, bound), present)
 
     def add_measured(self, name: str, values: Tensor, asked: Tensor) -> None:
         """Adds what a pass of its own has measured of this rank's records; those that are not `asked` add nothing. Of
         the accuracy: the share of a record's rows that are right, which is 0 or 1 where it has one row."""
-        self._add([metric.name for metric in self._planned].index(name), values, asked)
+        self._add([metric.name for metric in self.planned].index(name), values, asked)
 
     def _add(self, index: int, values: Tensor, counted: Tensor) -> None:
-        metric = self._planned[index]
-        lowest = -metric.bound if metric.name in SIGNED else 0.0
+        metric = self.planned[index]
+        lowest = -metric.bound if metric.signed else 0.0
         self._sums[index] += _bounded_sum(values, counted, lowest, metric.bound)
-
-    def _of_expected(self, metric: PlannedMetric) -> float:
-        """How many of a step's records a metric is expected to cover: a public constant, like q·n."""
-        return self._divisor * (self._held_out if metric.name == ACCURACY else 1 - self._held_out)
-
-    def _values(self, metric: PlannedMetric, observed: Observation, bound: float) -> Tensor:
-        if metric.name == "loss":
-            return observed.losses
-        assert observed.norms is not None, "a private phase measures gradient norms"
-        clipped = (observed.norms > bound).double()
-        if metric.name != METRIC:
-            return clipped
-        return torch.where(torch.isfinite(observed.norms), clipped - 0.5, math.nan)
 
     def release(self, step: int) -> dict[str, float]:
         """Adds up the sums of all ranks, adds noise once (each rank draws the same keyed noise), and divides by a
@@ -94,16 +95,15 @@ class MetricRelease:
         The noise has as many bits as the sum, and the result is rounded to fp32: any bits of an fp64 number that lie
         below those of its noise would show the bare sum.
         """
-        if not self._planned:
+        if not self.planned:
             return {}
         sums = self._ranks.add(self._sums.to(self._ranks.device, copy=True)).cpu()
         self._sums.zero_()
         return {
             f"noised_{metric.name}": rounded(
-                _noised(sums[index : index + 1], noise, step, index) / self._of_expected(metric)
-                + (0.5 if metric.name == METRIC else 0.0)  # each record was counted as 1/2 or -1/2
+                _noised(sums[index : index + 1], noise, step, index) / self._expected[index] + metric.offset
             )
-            for index, (metric, noise) in enumerate(zip(self._planned, self._noise, strict=True))
+            for index, (metric, noise) in enumerate(zip(self.planned, self._noise, strict=True))
         }
 
 

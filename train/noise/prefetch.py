@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from murmuration.accounting.ledger.facts import CorrelationFact
+from murmuration.accounting.noise import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import AESNoise, in_chunks
 from murmuration.train.noise.correlated import CorrelatedNoise

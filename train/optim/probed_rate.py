@@ -16,7 +16,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from murmuration.accounting.plan import CURVATURE, SLOPE, PrivacyPlan
+from murmuration.accounting.metrics import CURVATURE, SLOPE
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.privacy import LossProbes
 
 STATE = "probed_rate"
@@ -70,8 +71,7 @@ class ProbedRate:
         """As a phase begins, or with the state of its checkpoint; None without probes."""
         if settings is None:
             return None
-        probing = plan.divisor * (1 - (plan.held_out or 0.0))  # by which `MetricRelease` divides
-        noise = {metric.name: metric.std / probing for metric in plan.metrics}
+        noise = {metric.name: metric.std / metric.expected(plan.divisor, plan.held_out) for metric in plan.metrics}
         rate = ProbedRate(settings.every, settings.most, settings.span, noise[SLOPE], noise[CURVATURE])
         if state is not None:
             rate.restore(state)
@@ -110,6 +110,11 @@ class ProbedRate:
         if bends > TRUSTED * self.curvature.doubt(self.curvature_noise):
             return min(most, max(1 / most, falls / bends / self.moved))
         return 1 / most if falls < -TRUSTED * self.slope.doubt(self.slope_noise) else most
+
+
+def state_of(rate: ProbedRate | None) -> dict[str, Any]:
+    """What a checkpoint's manifest says of it."""
+    return {} if rate is None else {STATE: rate.state()}
 
 
 RELEASED = (f"noised_{SLOPE}", f"noised_{CURVATURE}")

@@ -18,7 +18,7 @@ from dataclasses import replace
 from murmuration.accounting.epsilon.accountant import quick_epsilon
 from murmuration.accounting.epsilon.calibrate import MOST_EPSILON
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import Event, PrivacyPlan, threshold_for
+from murmuration.accounting.plan import PrivacyPlan
 
 DROWNED = 10.0
 """The ratio from which a plan is called useless."""
@@ -28,14 +28,7 @@ USEFUL = 1.0
 
 def noise_over_signal(plan: PrivacyPlan, weights: int) -> float:
     """How far noise moves `weights` trainable weights, over how far gradients can."""
-    return plan.noise_multiplier * math.sqrt(weights) / (plan.divisor * _agreeing_steps(plan))
-
-
-def _agreeing_steps(plan: PrivacyPlan) -> float:
-    """T steps in one direction over what their noise adds up to, in units of one draw: √T if noise is independent."""
-    if plan.banded is None:
-        return math.sqrt(plan.steps)
-    return plan.steps / (math.sqrt(2) * plan.banded.accumulated(plan.steps))
+    return plan.noise_multiplier * math.sqrt(weights) / (plan.divisor * plan.noise.agreeing_steps(plan.steps))
 
 
 def drowned(plan: PrivacyPlan, weights: int, calibrated: bool) -> str | None:
@@ -56,14 +49,14 @@ def drowned(plan: PrivacyPlan, weights: int, calibrated: bool) -> str | None:
 
 
 def _largest_useful_sigma(plan: PrivacyPlan, weights: int) -> float:
-    return math.floor(1e5 * USEFUL * plan.divisor * _agreeing_steps(plan) / math.sqrt(weights)) / 1e5
+    return math.floor(1e5 * USEFUL * plan.divisor * plan.noise.agreeing_steps(plan.steps) / math.sqrt(weights)) / 1e5
 
 
 def _spent(plan: PrivacyPlan, weights: int) -> float:
     """An upper bound of what the plan's steps spend with the most noise that leaves it useful."""
     try:
         useful = replace(plan, noise_multiplier=_largest_useful_sigma(plan, weights))
-        return quick_epsilon([Event.of_plan(useful)], plan.delta)
+        return quick_epsilon([useful.event()], plan.delta)
     except (AccountingError, ZeroDivisionError, ValueError):
         return math.inf
 
@@ -81,14 +74,13 @@ def _other_noise(plan: PrivacyPlan, weights: int) -> str | None:
 def _larger_batch(plan: PrivacyPlan, weights: int) -> str | None:
     """The batch, doubled until what it needs fits the budget; where σ is large, σ/B hardly falls with B and none
     does."""
-    if plan.metrics or plan.slots > 1:
-        return None  # the metrics' noise follows the batch, and so does the number of an epoch's steps
-    batch = plan.divisor
-    largest = plan.records / plan.bands
+    batch, largest = plan.divisor, plan.records / plan.sampling.parts
     while batch < largest:
         batch = min(2 * batch, largest)
-        larger = replace(plan, threshold=threshold_for(plan.records, batch, plan.bands))
-        if _spent(larger, weights) <= plan.epsilon_budget:
+        larger = plan.sampling.with_batch(plan.records, batch)
+        if plan.metrics or larger is None:
+            return None  # the metrics' noise follows the batch, and so does the number of an epoch's steps
+        if _spent(replace(plan, sampling=larger), weights) <= plan.epsilon_budget:
             return f"privacy.expected_batch = {min(math.ceil(batch), plan.records)}"
     return None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.config.root import Config, Phase
@@ -103,8 +103,8 @@ def _of_phase(
     plan = plan_of_phase(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
     batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
     mixed = phase.mixing.batch if phase.mixing else 0
-    if plan is not None and plan.banded is not None:
-        cluster = replace(cluster, noise_per_second=cluster.noise_per_second / plan.banded.draws)
+    if plan is not None:
+        cluster = replace(cluster, noise_per_second=cluster.noise_per_second / plan.noise.draws)
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     given = config.train_micro_batch_size_per_gpu
@@ -187,7 +187,7 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
 
 def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
     marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
-    return [(t, epsilon([Event.of_plan(plan, plan.turns_of(t))], plan.delta)) for t in marks]
+    return [(t, epsilon([plan.event(plan.sampling.turns(t))], plan.delta)) for t in marks]
 
 
 # What to change where a phase does not fit a cluster, or wastes its time there.

@@ -21,7 +21,9 @@ import numpy as np
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.plan import RATE_DENOMINATOR, Event, PrivacyPlan, threshold_for
+from murmuration.accounting.event import Event
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import RATE_DENOMINATOR, threshold_for
 from murmuration.train.public.curvature import Curvature
 
 FACTORS = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)
@@ -93,7 +95,7 @@ def choices(plan: PrivacyPlan, factors: Sequence[float] = FACTORS) -> list[Choic
         if factor != 1:
             rate = threshold_for(plan.records, batch) / RATE_DENOMINATOR
             try:
-                sigma = calibrate_sigma(rate, steps, target, plan.delta, digits=SIGMA_DIGITS)
+                sigma = calibrate_sigma(Event(rate, 1.0, steps), target, plan.delta, digits=SIGMA_DIGITS)
             except AccountingError:
                 continue  # no answer that far from the plan
         found.append(Choice(batch, steps, sigma))

@@ -13,11 +13,11 @@ from itertools import product
 from pathlib import Path
 
 from murmuration.accounting.adaptive import AdaptiveError
-from murmuration.accounting.banded import BandedError
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps, steps_of
-from murmuration.accounting.plan import Event, PlanError, PrivacyPlan
+from murmuration.accounting.noise import NoiseKind
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Reduce, Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
@@ -35,7 +35,7 @@ from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
 from murmuration.train.config.phase import STATISTICS
 from murmuration.train.config.privacy import Privacy
-from murmuration.train.config.root import Config, NoiseKind, Phase
+from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe import pixels
 from murmuration.train.recipe.held_out import HeldOut, usable
@@ -395,7 +395,7 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
     elif phase.until_budget and phase.privacy is not None:
         try:
             steps = most_steps(plan_request(phase, phase.privacy, records, noise))
-        except (PlanError, AdaptiveError, BandedError, AccountingError) as error:
+        except (PlanError, AdaptiveError, AccountingError) as error:
             raise RecipeError(f"{where}.until_budget: {error}") from None
     if schedule.warmup_epochs is not None:
         warmup = round(schedule.warmup_epochs * records / batch)
@@ -426,13 +426,13 @@ def plan_of_phase(
     """`known`: the ledger's plan, whose σ and matrix need not be computed again."""
     try:
         return make_plan(plan_request(phase, privacy, records, noise, table), known)
-    except (PlanError, AdaptiveError, BandedError, AccountingError) as error:
+    except (PlanError, AdaptiveError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
 
 
 @lru_cache(maxsize=256)
 def planned_epsilon(plan: PrivacyPlan) -> float:
-    return epsilon([Event.of_plan(plan)], plan.delta)
+    return epsilon([plan.event()], plan.delta)
 
 
 def clip_rule(privacy: Privacy, plan: PrivacyPlan, micro_batch: int) -> ClipRule:

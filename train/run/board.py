@@ -18,16 +18,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from murmuration.accounting.escaping import printable, printable_lines
-from murmuration.train.config.phase import Phase
 from murmuration.train.measures.shares import TITLES
 from murmuration.train.storage.bad_records import BadRecordList
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir, end_line, measurements, open_private
+
+if TYPE_CHECKING:
+    from murmuration.train.config.phase import Phase
 
 WAITING = "waiting_share"
 """Share of a step's time for which it waits for records. Where it is not near zero, more cores make steps faster."""

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.epsilon.accountant import epsilon, merge
+from murmuration.accounting.event import Event
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.plan import Event, PrivacyPlan
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, even_width
@@ -48,7 +49,7 @@ from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
-from murmuration.train.private_phase import PrivatePhase, ProbedStep
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.pixels import IMAGENET, in_words
@@ -61,10 +62,11 @@ from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
 from murmuration.train.run.early_end import Ending
 from murmuration.train.run.public_mixing import MixingEngine
-from murmuration.train.run.trainer import Saving, Step, Trainer, Watching
+from murmuration.train.run.trainer import Step, Trainer, Watching
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.step import PlainStep, Records
-from murmuration.train.storage.checkpoint import Loaded, Position
+from murmuration.train.storage.checkpoint import Loaded
+from murmuration.train.storage.saving import Saving
 
 
 def train_phase(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:
@@ -94,7 +96,6 @@ def train_privately(
         require_same_records(run, phase, segment, done, sampler=None)
     derive = run.derive(number, segment, done)
     rule, own = clip_rule(privacy, plan, config.micro_batch), loaded if resumed else None
-    rate = probed_rate(phase, plan, own)
     with ExitStack() as at_end:
         phase = with_stream_order(phase, derive("public-order"))
         reader = _reader(run, phase, model, derive, at_end)
@@ -102,7 +103,8 @@ def train_privately(
         private = at_end.enter_context(
             PrivatePhase(
                 plan, model, rule, settings.optimizer, derive, run.ranks, EngineSettings.of(config),
-                Computation.of(config.run), number=number, begun_after=segment.from_step, keeps_before=rate is not None,
+                Computation.of(config.run), number=number, begun_after=segment.from_step,
+                rate=probed_rate(phase, plan, own),
             )
         )  # fmt: skip
         _note_memory(run, phase, private.forward.kept_from_swap)
@@ -115,18 +117,16 @@ def train_privately(
             mixing = MixingEngine.of(run, phase, plan.divisor, private.engine, derive("public-order"))
             at_end.callback(mixing.close_public)
         step = private.begin(
-            run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, own),
-            probes=rate.probes if rate is not None else None,
+            run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, own)
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
         watching = watching_of(
             run, phase, private.engine, derive, private.clip, plan, step.norm, held_out
         )  # fmt: skip
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
-        followed = step if rate is None else ProbedStep(step.run, rate)
+        saving = private.saving(run, lambda: header(run, phase), _lister(run, phase, reader))
         trainer_of(
-            run, phase, followed, private.engine, pace, watching, plan, rule.bound, done, _lister(run, phase, reader),
-            rate,
+            run, phase, private.stepping or step, private.engine, pace, watching, plan, rule.bound, done, saving
         ).run(done)  # fmt: skip
 
 
@@ -168,7 +168,9 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         _restore(loaded, resumed, engine, settings.optimizer.carry)
         watching = watching_of(run, phase, engine, derive, None, None, stored=held_out)
         pace = _pace(run, loader, batch, settings.data.public)
-        trainer_of(run, phase, step, engine, pace, watching, None, None, done, _lister(run, phase, reader)).run(done)
+        copies, lister = EngineSettings.of(config).ranks_per_copy, _lister(run, phase, reader)
+        saving = Saving.of(run, phase.number, engine, copies, lambda: header(run, phase), lister)
+        trainer_of(run, phase, step, engine, pace, watching, None, None, done, saving).run(done)
 
 
 def _reader(
@@ -245,20 +247,13 @@ def watching_of(
 
 def trainer_of(
     run: RunContext, phase: ReadyPhase, step: Step, engine: Engine, pace: Pace, watching: Watching,
-    plan: PrivacyPlan | None, clip_bound: float | None, done: int, list_unusable: Callable[[], None] = lambda: None,
-    rate: ProbedRate | None = None,
+    plan: PrivacyPlan | None, clip_bound: float | None, done: int, saving: Saving,
 ) -> Trainer:  # fmt: skip
-    config, number = run.config.run, phase.number
-    saving = Saving(
-        run.checkpoints, config.checkpoint_every, config.checkpoint_lag, EngineSettings.of(run.config).ranks_per_copy,
-        header=lambda: header(run, phase) | ({} if rate is None else {STATE: rate.state()}),
-        checkpointed=lambda t, digest: run.writer.checkpointed(number, t, digest), forget=run.forget,
-        list_unusable=list_unusable,
-    )  # fmt: skip
+    config = run.config.run
     return Trainer(
         phase, step, engine, run.ranks, run.board, pace, saving, watching,
-        Ending.of(phase, run.folder, run.ranks, done), log_every=config.log_every, clip_bound=clip_bound,
-        budget=plan.epsilon_budget if plan else None,
+        Ending.of(phase, run.folder, run.ranks, done), every=config.checkpoint_every, lag=config.checkpoint_lag,
+        log_every=config.log_every, clip_bound=clip_bound, budget=plan.epsilon_budget if plan else None,
         spent=Spent(lambda: run.writer.history, config.log_every) if plan else lambda: None,
     )  # fmt: skip
 
@@ -457,7 +452,8 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
         micro_batch = run.config.micro_batch
         evaluator = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None)
         measured, unusable = evaluator.measure(), evaluator.news_of_unusable()
-    run.checkpoints.begin(Position(phase.number, 0), engine, 1, ranks.on_main(lambda: header(run, phase)))
-    run.checkpoints.settle(lambda digest: run.writer.checkpointed(phase.number, 0, digest), measured)
+    saving = Saving.of(run, phase.number, engine, 1, lambda: header(run, phase), lambda: None)
+    saving.begin(0)
+    saving.settle(measured)
     if measured:
         run.board.measured(phase.settings, 0, measured, unusable)

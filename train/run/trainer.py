@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.train.distributed.ranks import Ranks
@@ -22,30 +22,11 @@ from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import WAITING, Board, Pace
 from murmuration.train.run.early_end import Ending
 from murmuration.train.step import StepSummary
-from murmuration.train.storage.checkpoint import Checkpoints, Position
+from murmuration.train.storage.saving import Saving
 
 
 class Step(Protocol):
     def run(self, step: int, learning_rate: float) -> StepSummary: ...
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Where and how often a phase is saved."""
-
-    checkpoints: Checkpoints
-    every: int
-    lag: int
-    """How many more steps are made before the loop waits for a checkpoint that is being written."""
-    ranks_per_copy: int
-    """Neighbours that hold a copy of the state together; 0: all."""
-    header: Callable[[], dict[str, Any]]
-    checkpointed: Callable[[int, str], None]
-    """Enters a durable checkpoint into the ledger, on the main rank."""
-    forget: Callable[[int], None] = lambda done: None
-    """Forgets the keys of durable steps, on all ranks together."""
-    list_unusable: Callable[[], None] = lambda: None
-    """Lists the unusable records that this rank has met so far, for the owner, who need not wait for the end."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +42,18 @@ class Trainer:
 
     def __init__(
         self, phase: ReadyPhase, step: Step, engine: Engine, ranks: Ranks, board: Board, pace: Pace,
-        saving: Saving, watching: Watching, ending: Ending, *, log_every: int, clip_bound: float | None,
-        budget: float | None, spent: Callable[[], float | None],
+        saving: Saving, watching: Watching, ending: Ending, *, every: int, lag: int, log_every: int,
+        clip_bound: float | None, budget: float | None, spent: Callable[[], float | None],
     ) -> None:  # fmt: skip
+        """`every`: steps between checkpoints. `lag`: how many more are made before the loop waits for one that is being
+        written."""
         self.phase, self.name, self.steps = phase, phase.name, phase.settings.steps
         self.step, self.engine, self.ranks, self.board, self.pace = step, engine, ranks, board, pace
         self.saving, self.watching, self.ending = saving, watching, ending
+        self.every, self.lag = every, lag
         self.log_every, self.clip_bound, self.budget, self.spent = log_every, clip_bound, budget, spent
         self.held_back: dict[int, dict[str, float]] = {}
         """Noised metrics of steps whose weights are not durable yet: a replay after a change must not release twice."""
-        self.writing: int | None = None
-        """The step whose weights are being written."""
         self.measured: dict[str, float] = {}
         """What was measured with these weights."""
         self.signals: dict[str, float] = {}
@@ -108,9 +90,9 @@ class Trainer:
                 self.held_back[step] = observed.released
             if step % self.log_every == 0 or step == self.steps:
                 self._progress(step, rate)
-            if step % self.saving.every == 0 or step == self.steps:
+            if step % self.every == 0 or step == self.steps:
                 self._begin(step)
-            if self.writing is not None and step - self.writing >= self.saving.lag:
+            if self.saving.writing is not None and step - self.saving.writing >= self.lag:
                 self._settle()
         self._settle()
 
@@ -144,10 +126,7 @@ class Trainer:
     def _begin(self, step: int, measure: bool = True) -> None:
         """Copies the weights for writing, and measures them; none of the results may leave the job yet."""
         self._settle()
-        header = self.ranks.on_main(self.saving.header)
-        position = Position(self.phase.number, step)
-        self.saving.checkpoints.begin(position, self.engine, self.saving.ranks_per_copy, header)
-        self.writing = step
+        self.saving.begin(step)
         evaluator, monitor = self.watching.evaluator, self.watching.monitor
         self.measured = evaluator.measure() if evaluator is not None and measure else {}
         self.signals = evaluator.signals if evaluator is not None and measure else {}
@@ -156,12 +135,9 @@ class Trainer:
 
     def _settle(self) -> None:
         """Durable first; only then may anything computed from these weights leave the job."""
-        step, self.writing = self.writing, None
-        if step is None:
+        if (step := self.saving.writing) is None:
             return
-        self.saving.checkpoints.settle(lambda digest: self.saving.checkpointed(step, digest), self.measured)
-        self.saving.forget(step)  # after the checkpoint is durable: from here on these steps are never made again
-        self.saving.list_unusable()
+        self.saving.settle(self.measured)
         for earlier in [each for each in self.held_back if each <= step]:
             self.board.public(self.name, earlier, self.held_back.pop(earlier))
         self.ending.measured(step, self.measured)

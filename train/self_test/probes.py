@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from torch import Tensor
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.record_weight import RECORD_WEIGHT
-from murmuration.model.settings import Shape
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import OptimizerShard
 from murmuration.train.noise.update import Update
+
+if TYPE_CHECKING:
+    from murmuration.model.settings import Shape
 
 SPECIAL = (0, 1, -1, -100)
 """Padding of most tokenizers, of RoBERTa's, missing labels, and labels that PyTorch ignores."""

@@ -104,11 +104,12 @@ class OpenRun:
         """On the main rank: the link of the segment's chain to continue from."""
         begun, before = self._opened_in(segment), self._needs_after(segment, done)
         plan = self.writer.history.plans[segment.phase]
-        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, before, begun, plan.slots)
+        epoch = plan.sampling.steps_of_a_key
+        return key_chain.enter(self.folder.key, segment.chain_name, segment.from_step + 1, before, begun, epoch)
 
     def _together_in(self, phase: int) -> int:
         plan = self.writer.history.plans.get(phase)
-        return 1 if plan is None else plan.bands
+        return 1 if plan is None else plan.noise.bands
 
     def _needs_after(self, segment: Segment, done: int) -> int:
         """The step after which the segment's keys are needed to continue after `done`."""

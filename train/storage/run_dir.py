@@ -7,11 +7,19 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from murmuration.accounting.durable import atomic, sync
 from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.keys import KeyFileError, RunKey, load, store
+
+if TYPE_CHECKING:
+    from murmuration.train.config.root import Config
+
+
+def run_dir_of(config: Config, config_path: Path) -> Path:
+    """Its name: `run.dir`, or that of the config, in `runs` under the current directory."""
+    return Path(config.run.dir) if config.run.dir else Path.cwd() / "runs" / config_path.stem
 
 
 @dataclass(frozen=True)

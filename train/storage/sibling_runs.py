@@ -32,7 +32,7 @@ from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import RECORD
-from murmuration.data.index.public_split import PublicSplit, SplitIndex, whole_of
+from murmuration.data.index.public_cut import PublicSplit
 from murmuration.data.index.salt import BESIDE_RECORDS, SALT, folders_of, read_salt, readable_salt
 from murmuration.data.store.index_files import write_once
 from murmuration.data.store.place import RecordIndex, ShardError
@@ -146,6 +146,7 @@ class RunLog:
         from murmuration.data.draw.stream import StreamIndex
         from murmuration.data.index.folders import FolderIndex
         from murmuration.data.index.keyed_digest import folders_beside
+        from murmuration.data.index.public_split import SplitIndex, whole_of
         from murmuration.data.index.shard_index import ShardIndex  # none of which a library run has
 
         whole = whole_of(index)
