@@ -19,8 +19,8 @@ classifier of five classes, as small as its constructor allows.
 
 - **error**: the largest relative difference between the book-keeping engine's clipped sum of three records and a loop
   over single records by plain autograd, both in fp64; of all parameters together and of each by itself.
-- **written out**: functions that have no clipping rule of their own. Their per-record gradients are computed exactly,
-  record by record, which is slower. Everything else has a rule.
+- **written out**: weights that are used in a way for which there is no clipping rule. Their per-record gradients are
+  computed exactly, record by record, which is slower. Everything else has a rule.
 - **time**: a clipped micro-batch of eight records over an ordinary forward and backward pass, processor time on one
   core. At this size a step is mostly the overhead of calling functions, so real sizes cost less:
   see [costs.md](costs.md).
@@ -44,7 +44,7 @@ def page(found: dict[str, Any]) -> str:
     told = {"command": found["command"], "passed": len(passed), "all": len(names)}
     text = HEAD.format(**told, **shares(names), **found["setting"])
     for name, row in passed.items():
-        written = ", ".join(f"`{function}`" for function in row["written_out"])
+        written = ", ".join(f"`{name}`" for name in dict.fromkeys(w.rpartition(".")[2] for w in row["written_out"]))
         cells = (f"`{name}`", f"{row['side']} px", f"{row['parameters']:,}", f"{row['error']:.0e}", written)
         text += f"| {' | '.join(cells)} | {row['ratio']:.1f} |\n"
     text += REFUSED

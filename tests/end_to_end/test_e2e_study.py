@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.certificate.certificate import verify
-from murmuration.accounting.epsilon.accountant import Event, epsilon
+from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.event import Event
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.study.plan_runs import require_budgets, require_sound
@@ -132,7 +133,7 @@ def test_what_it_costs_to_look_at_all_runs_is_their_composition(folder: Path) ->
     plans = [json.loads(line)["plan"] for value in (2, 8)
              for line in (folder / "priced" / "runs" / f"all-{value}-1" / "ledger.jsonl").read_text().splitlines()
              if json.loads(line)["kind"] == "plan"]  # fmt: skip
-    events = [Event(plan["threshold"] / 2**32, plan["noise_multiplier"], plan["steps"]) for plan in plans]
+    events = [Event(plan["sampling"]["threshold"] / 2**32, plan["noise_multiplier"], plan["steps"]) for plan in plans]
     assert cost["runs"] == 2 and sum(claims) <= cost["epsilon_sum"] <= 10.0, "a run counts with its budget"
     assert cost["epsilon_together"] == pytest.approx(epsilon(events, 1e-3), rel=1e-6)
     assert cost["epsilon_together"] < cost["epsilon_sum"]

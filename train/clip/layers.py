@@ -332,9 +332,10 @@ def convolution(
         tracker.use(offset)
 
     def write(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
-        return torch.vmap(lambda one, gradient: geometry.weight_gradient(one, source.shape, gradient))(
-            inputs[0], upstream
-        )
+        # Maps of one place keep strides by which kernels in fp64 take them for channels-last, and refuse them.
+        given = [x.clone(memory_format=torch.contiguous_format) if x[0, 0, 0].numel() == 1 else x
+                 for x in (inputs[0], upstream)]  # fmt: skip
+        return torch.vmap(lambda one, gradient: geometry.weight_gradient(one, source.shape, gradient))(*given)
 
     def together(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
         return geometry.weight_gradient(inputs[0].flatten(0, 1), source.shape, upstream.flatten(0, 1))

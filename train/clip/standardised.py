@@ -173,7 +173,7 @@ class ViaStandardisation(Through):
             return self.known
         at_once = max(1, (ON_GPU if self.by.scale.is_cuda else CHUNK) // self.elements)
         found = [
-            self.by.row_sums(self.inner.instances(rows, wide(self.dtype)).view(-1, *self.by.shape))
+            self.by.row_sums(self.inner.instances(rows, wide(self.dtype)).reshape(-1, *self.by.shape))
             for rows in (slice(start, start + at_once) for start in range(0, self.records, at_once))
         ]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
