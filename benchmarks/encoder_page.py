@@ -44,7 +44,9 @@ def page(found: dict[str, Any]) -> str:
     told = {"command": found["command"], "passed": len(passed), "all": len(names)}
     text = HEAD.format(**told, **shares(names), **found["setting"])
     for name, row in passed.items():
-        written = ", ".join(f"`{name}`" for name in dict.fromkeys(w.rpartition(".")[2] for w in row["written_out"]))
+        written = ", ".join(
+            f"`{name}`" for name in dict.fromkeys(".".join(w.split(".")[-2:]) for w in row["written_out"])
+        )
         cells = (f"`{name}`", f"{row['side']} px", f"{row['parameters']:,}", f"{row['error']:.0e}", written)
         text += f"| {' | '.join(cells)} | {row['ratio']:.1f} |\n"
     text += REFUSED
