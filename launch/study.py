@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         from murmuration.evaluation.study.train_runs import Folder
 
         folder = Folder(out)
-        require_budgets([config for run, config in zip(runs, configs, strict=True) if not folder.trained(run)])
+        left = [(run, config) for run, config in zip(runs, configs, strict=True) if not folder.trained(run)]
+        require_budgets([config for _, config in left], {folder.id_of(run) for run, _ in left} - {None})
         folder.claim(runs)
     except (RunError, OSError) as error:
         return complain(error)

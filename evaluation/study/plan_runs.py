@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -47,8 +47,9 @@ def _epsilon(config: Config) -> float:
     return math.fsum(phase.privacy.epsilon for phase in config.phases if phase.privacy is not None)
 
 
-def require_budgets(configs: Sequence[Config]) -> None:
-    """Refuses a study whose runs would together exceed a budget of their records, before any of them spends it."""
+def require_budgets(configs: Sequence[Config], begun: Container[str] = ()) -> None:
+    """Refuses a study whose runs would together exceed a budget of their records, before any of them spends it.
+    `begun`: ids of those that are registered already."""
     from murmuration.train.recipe.ready_phase import prepare  # with PyTorch, which a typo need not wait for
     from murmuration.train.storage.sibling_runs import RunLog
 
@@ -59,7 +60,7 @@ def require_budgets(configs: Sequence[Config]) -> None:
         for phase in _prepared(sharing, prepare):
             if phase.private:
                 log = RunLog.of(phase.index, sharing[0].run.registry)
-                log.require_budget((), math.fsum(map(_epsilon, sharing)), unit_in_words(phase.unit))
+                log.require_budget(begun, math.fsum(map(_epsilon, sharing)), unit_in_words(phase.unit))
 
 
 def _prepared(configs: Sequence[Config], prepare: Callable[[Config], list[ReadyPhase]]) -> list[ReadyPhase]:

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.history import History
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.study.study_file import Run, Study
 
@@ -67,6 +69,13 @@ class Folder:
 
     def trained(self, run: Run) -> bool:
         return (self.of(run) / "certificate.json").exists()
+
+    def id_of(self, run: Run) -> str | None:
+        """By which the log of runs knows it; None if it was never begun."""
+        try:
+            return History.read(self.of(run) / "ledger.jsonl")[0].run_id
+        except (OSError, LedgerError):
+            return None
 
 
 class Process(Protocol):

@@ -190,6 +190,11 @@ def test_a_study_that_would_exceed_the_budget_of_its_records_is_refused_before_i
     log.set_budget(9.9)
     with pytest.raises(DataBudgetError, match=r"so a run of ε = 10 is too much"):
         require_budgets(configs)
+    log.set_budget(10.0)
+    log.register("a" * 64, "private", "all-2-1", 2.0, 1e-3)
+    require_budgets(configs, {"a" * 64})  # begun, and not charged twice when the study goes on
+    with pytest.raises(DataBudgetError):
+        require_budgets(configs)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
