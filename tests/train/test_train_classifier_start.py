@@ -23,8 +23,10 @@ def settings(body: dict[str, Any]) -> ModelSettings:
 
 
 def start(
-    ranks: Any, body: dict[str, Any], trainable: Trainable, change: type | None = None, optimizer: str = "AdamW"
-) -> float:
+    ranks: Any, body: dict[str, Any], trainable: Trainable, change: type | None = None, optimizer: str = "AdamW",
+    kept: bool = False,
+) -> float:  # fmt: skip
+    """`kept`: features of the frozen body, in place of pictures."""
     model = build(settings(body), "classify")
     select(model, trainable, rank=2)
     if change is not None:
@@ -32,7 +34,10 @@ def start(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     chosen = ADAMW.model_copy(update={"type": optimizer})
     engine, clip, noise = private_engine(ranks, plan_for(), False, model, optimizer=chosen)
-    report = self_test(engine, clip, noise, 0, SyntheticRecords.of(model.shape, "classify"), 4, ranks)
+    records = SyntheticRecords.of(model.shape, "classify")
+    if kept:
+        records = SyntheticRecords.of_features(model.shape.encoder.width, 5)
+    report = self_test(engine, clip, noise, 0, records, 4, ranks)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     return report.largest_hostile
 
@@ -42,6 +47,10 @@ def start(
 )
 def test_fresh_classifiers_pass(body: dict[str, Any], trainable: Trainable) -> None:
     assert 0 < start(alone(), body, trainable) <= 1
+
+
+def test_a_head_on_kept_features_is_tested_on_features() -> None:
+    assert 0 < start(alone(), VIT, "head", kept=True) <= 1
 
 
 @pytest.mark.parametrize("optimizer", ["LAMB", "SGD", "LARS"])

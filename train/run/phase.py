@@ -108,7 +108,7 @@ def train_privately(
             )
         )  # fmt: skip
         _note_memory(run, phase, private.forward.kept_from_swap)
-        proved = _prove(run, phase, private)
+        proved = _prove(run, phase, private, reader)
         if settings.features is None:
             require_same_records(run, phase, segment, done, private.core.sampler())
         loader = private.feed(reader, rank_plan(phase, run.ranks, config.micro_batch))
@@ -215,9 +215,14 @@ def _pace(
     return Pace(records, public, synthetic, feed)
 
 
-def _prove(run: RunContext, phase: ReadyPhase, private: PrivatePhase) -> float:
+def _prove(
+    run: RunContext, phase: ReadyPhase, private: PrivatePhase, reader: BatchReader | FeatureReader
+) -> float:  # fmt: skip
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
-    report = private.prove(SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot))
+    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
+    if isinstance(reader, FeatureReader):
+        synthetic = SyntheticRecords.of_features(reader.stored.features.shape[1], phase.shape.head.classes)
+    report = private.prove(synthetic)
     run.board.say(
         f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
         f"{private.plan.noise_multiplier:.3f}), hostile records move the sum by at most "

@@ -86,6 +86,17 @@ class SyntheticRecords:
         return SyntheticRecords(made, (hostile,), rows)
 
     @staticmethod
+    def of_features(width: int, classes: int) -> SyntheticRecords:
+        """Where a step sees what a frozen body made of its records."""
+
+        def make(size: int, seed: int) -> dict[str, Tensor]:
+            draw = torch.Generator().manual_seed(seed)
+            labels = torch.randint(0, classes, (size,), generator=draw)
+            return {"features": torch.randn(size, width, generator=draw), "labels": labels}
+
+        return SyntheticRecords(make, ("features",))
+
+    @staticmethod
     def like(example: Mapping[str, Tensor], rows: int = 1) -> SyntheticRecords:
         """Records of the form of public examples, each input with one row or more: normal numbers, and whole numbers
         from the least to the largest of the examples'."""
