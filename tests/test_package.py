@@ -70,6 +70,7 @@ def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
         "plan",
         "audit",
         "evaluate",
+        "study",
         "use",
         "doctor",
         "retire",

@@ -181,7 +181,7 @@ def test_cached_features(ready: Callable[[str], ReadyPhase]) -> None:
     writer: Any = SimpleNamespace(put=lambda ids, values, labels, there: present.extend(there.tolist()))
     stop: Any = SimpleNamespace(check=lambda ranks: None)
     reader = reader_of(phase)
-    fill(writer, model, reader, np.arange(RECORDS), 4, alone(), "fp32", stop)
+    fill(writer, model, reader, every := np.arange(RECORDS), every, 4, alone(), "fp32", stop)
     assert rows(seen) == expected(phase, "random_resized_crop", range(RECORDS), 0)
     assert present == [record != BAD for record in range(RECORDS)] and reader.bad_records == [BAD]
 
