@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         folder.claim(runs)
     except (RunError, OSError) as error:
         return complain(error)
-    from murmuration.evaluation.study.outcome import as_text, cost_in_words, outcome_of, table_of, write
+    from murmuration.evaluation.session.compare import aligned
+    from murmuration.evaluation.study.outcome import cost_in_words, outcome_of, table_of, write
     from murmuration.evaluation.study.train_runs import Forked, Launched, train_all
 
     jobs = arguments.jobs or (1 if arguments.launcher or has_gpu() else len(os.sched_getaffinity(0)))
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     ended = train_all(study, runs, folder, start, jobs, partial(print, flush=True))
     found = outcome_of(study, runs, ended, folder)
     write(study, found, out)
-    print(f"\n{as_text(table_of(study, found))}\n\n{cost_in_words(found['cost'])}\n{out / 'study.html'}")
+    print(f"\n{aligned(table_of(study, found))}\n\n{cost_in_words(found['cost'])}\n{out / 'study.html'}")
     if len(ended) < len(runs):
         print(f"stopped with {len(runs) - len(ended)} of {len(runs)} runs left; start the same command again")
         return RESUME_ME

@@ -45,7 +45,7 @@ def _reason(part: nn.Module) -> str | None:
     # are recognised by their name or by their buffers.
     if isinstance(part, _BatchNorm) or "BatchNorm" in type(part).__name__:
         return "normalises with statistics of the whole batch; use LayerNorm or GroupNorm"
-    if any(name.startswith("running_") for name, _ in part.named_buffers(recurse=False)):
+    if keeps_statistics(part):
         return "keeps running statistics over samples; use LayerNorm or GroupNorm"
     if isinstance(part, _DropoutNd) and part.p > 0:
         return f"drops units with p={part.p}, {_NOT_KEYED}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -89,7 +90,11 @@ def _require_parts(found: dict[str, Any], certificate: dict[str, Any]) -> None:
 def table(lines: list[Line]) -> str:
     rows = [("model", "protocol", "measure", "privacy", "value (95 % interval, records)")]
     rows += [(line.model, line.protocol, line.measure, line.privacy, shown(line.number)) for line in lines]
-    rows = [tuple(map(printable, row)) for row in rows]
+    return aligned([tuple(map(printable, row)) for row in rows])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The columns of a table below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -113,13 +113,6 @@ def _number(found: dict[str, Any] | None) -> str:
     return text if found["n"] == 1 else f"{text} ± {found['sd']:.4f} ({found['low']:.4f} … {found['high']:.4f})"
 
 
-def as_text(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
 def write(study: Study, found: dict[str, Any], out: Path) -> None:
     figure = draw(study, found)
     page = html_page(

@@ -25,10 +25,12 @@ from typing import Any, Protocol
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME
+from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.study.study_file import Run, Study
+from murmuration.train.storage.run_dir import RunDir
 
 TRAIN, EVALUATE = "murmuration.train.commands.train", "murmuration.launch.evaluate"
 MOST_RESUMES = 5
@@ -73,7 +75,7 @@ class Folder:
     def id_of(self, run: Run) -> str | None:
         """By which the log of runs knows it; None if it was never begun."""
         try:
-            return History.read(self.of(run) / "ledger.jsonl")[0].run_id
+            return History.read(RunDir(self.of(run)).ledger)[0].run_id
         except (OSError, LedgerError):
             return None
 
@@ -176,7 +178,7 @@ def _ended(
 def numbers_of(study: Study, run: Run, folder: Folder) -> dict[str, float]:
     """What was measured, by the label of the measure, and the epsilon that the run claims."""
     found = {}
-    lines = [json.loads(line) for line in (folder.of(run) / "logs" / "public.jsonl").read_text().splitlines()]
+    lines = whole_lines(RunDir(folder.of(run)).public_log)
     for number, measure in enumerate(study.measures):
         if measure.metric is not None:
             had = [line[measure.metric] for line in lines if measure.metric in line]

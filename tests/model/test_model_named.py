@@ -90,6 +90,30 @@ def test_clipped_sums_equal_a_loop_over_records(given: dict[str, Any] | None, ob
     assert min(factors) < 1 == max(factors)
 
 
+class OnePlace(nn.Module):
+    """A convolution of maps with one place, laid out as after a pooling over channels-last maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = inputs["x"][:, None, None].permute(0, 3, 1, 2)
+        y = self.conv(x).flatten(1)
+        return (y * y.roll(1, 1)).sum(1)
+
+
+def test_records_whose_gradients_are_written_out_may_have_maps_of_one_place() -> None:
+    """In fp64, PyTorch's kernels refuse strides that could be channels-last."""
+    model = stirred(OnePlace()).double()
+    inputs = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(3)).double()}
+    records, everyone = brute_force.records_of(model, inputs), torch.ones(4, dtype=torch.bool)
+    clip = prepared("book-keeping", rule_of("flat", records[0].norm()), model)
+    totals, _ = summed(clip, model, [(inputs, everyone)], double=True)
+    factors = brute_force.factors_of(records, everyone, brute_force.flat(records[0].norm()))
+    assert relative_error(totals, brute_force.clipped_sum(records, factors)) <= 1e-6
+
+
 def test_weights_do_not_depend_on_the_global_random_state_and_head_and_body_follow_the_seed() -> None:
     first = build(settings(DINO, head_scale=1.0), "classify").state_dict()
     torch.manual_seed(99)

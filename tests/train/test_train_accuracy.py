@@ -125,7 +125,10 @@ def test_stored_features_of_held_out_records_give_the_same_answers(world: Path, 
     other = ready(world, "classify", {"path": "held", "records": 24})
     keeping = replace(other, settings=other.settings.model_copy(update=kept))
     on_ranks(ranks, act)
-    assert "; 24 to be computed" in said[-1], "of other records"
+    assert "; 24 to be computed" in said[-1]
+    keeping = replace(phase, settings=phase.settings.model_copy(update=kept))
+    on_ranks(ranks, act)
+    assert "; 0 to be computed" in said[-1], "both are kept"
 
 
 def usable(phase: ReadyPhase, spec: DataSpec, text: TextEncoder | None = None) -> list[tuple[int, Any]]:

@@ -49,7 +49,7 @@ MAPPED_FROM = 2**30
 
 def reuse_freed_memory() -> None:
     """Has glibc keep what was freed for the next allocation. By default it gives blocks above 32 MiB back to the
-    kernel, which clears each page of the next one: in a step of many large activations that is most of the time."""
+    kernel, which clears each page of the next one."""
     if (mallopt := _of_libc("mallopt")) is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
         mallopt(M_TRIM_THRESHOLD, -1)  # never
