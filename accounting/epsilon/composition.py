@@ -235,7 +235,7 @@ class _Window:
         spectrum, error = self._spectrum()
         masses = np.fft.irfft(spectrum, self.points)
         # The error in the Euclidean norm over all masses.
-        self.error = error + PER_LEVEL * math.log2(self.points) * float(np.linalg.norm(masses))
+        self.error = error + PER_LEVEL * math.log2(self.points) * _norm(masses)
         offset = sum(n * x.offset for x, n in zip(parts.lattices, parts.counts, strict=True))
         lowest = round((self.moments.mean - offset) / interval) - self.points // 2
         self.losses = offset + interval * np.arange(lowest, lowest + self.points, dtype=np.float64)
@@ -248,7 +248,7 @@ class _Window:
         """Upper bound of the epsilon, and how much of delta the bounds of all errors come to."""
         growth, lost = self._growth, self._beyond + self.parts.lost
         value = self._solve(delta / growth)
-        moved = self._moved(value)
+        moved = self._moved(*_shares(self.losses, value))
         # If errors may be all of delta, there is no bound; one for a larger delta at least shows where to look.
         value = max(value, self._solve(max((delta - lost) / growth - moved, 0.1 * delta)))
         return value + self.parts.slack, lost + moved + delta * (1 - 1 / growth)
@@ -260,7 +260,7 @@ class _Window:
             # was counted inside it, at losses above the answer.
             floor = value - min(0.1, 1 / self.tilt)
             counted = math.exp(min(700.0, self.moments.log_scale - self.tilt * floor))
-            lost = self._moved(floor) + outside * counted
+            lost = self._moved(*_shares(self.losses, floor)) + outside * counted
             value = self._solve((delta + lost) * growth)
             if value >= floor:
                 below = value - 2e-12 * (1 + abs(value))
@@ -273,14 +273,14 @@ class _Window:
         epsilon -= self.parts.slack
         if epsilon < self.losses[0]:
             return 1.0
-        inside = _hockey_stick(self.losses, self.weights, epsilon) + self._moved(epsilon)
+        above, shares = _shares(self.losses, epsilon)
+        inside = float(np.sum(self.weights[above:] * shares)) + self._moved(above, shares)
         return inside * self._growth + self._beyond + self.parts.lost
 
-    def _moved(self, epsilon: float) -> float:
-        """Bound on how far the transforms' errors move delta(epsilon) (Cauchy-Schwarz)."""
-        above = int(np.searchsorted(self.losses, epsilon))
+    def _moved(self, above: int, shares: Array) -> float:
+        """Bound on how far the transforms' errors move delta at these shares (Cauchy-Schwarz)."""
         with np.errstate(over="ignore"):
-            return self.error * float(np.linalg.norm(self.factors[above:] * -np.expm1(epsilon - self.losses[above:])))
+            return self.error * _norm(self.factors[above:] * shares)
 
     def _spectrum(self) -> tuple[Array, float]:
         """Coefficients of the composed, tilted distribution; how far their errors may move its masses (2-norm)."""
@@ -302,7 +302,7 @@ class _Window:
             apart = np.fft.rfft(folded) - others + beside
             # Scaled as if the transform preserved the norm; the norm of all its errors bounds each of them.
             # Pairwise summation of up to 2^24 terms rounds less than 64 times, and that error affects the one point.
-            error = PER_LEVEL * levels * float(np.linalg.norm(folded)) + 64 * UNIT * others
+            error = PER_LEVEL * levels * _norm(folded) + 64 * UNIT * others
             size = np.abs(1 + apart)
             largest = size + math.sqrt(self.points) * error + 64 * UNIT * by_hand
             log_product += count * np.log(largest)
@@ -322,7 +322,7 @@ class _Window:
         product[kept] = np.exp(log_size) * np.exp(1j * (angle - 2 * math.pi / self.points * turns))
         # Size and angle of 1 + x round in proportion to |x| / |1 + x|, the rest in proportion to their own values.
         rounded = 32 * UNIT * (rounded + np.abs(log_product[kept]) + np.abs(angle) + 8) * np.exp(log_product[kept])
-        return product, moved + float(np.linalg.norm(rounded)) * math.sqrt(2 / self.points)
+        return product, moved + _norm(rounded) * math.sqrt(2 / self.points)
 
     def _beside(self, weights: Array, fullest: int) -> tuple[Array, Array]:
         """What the points beside the fullest one add to each coefficient; sets their weights to zero.
@@ -412,10 +412,21 @@ class _Window:
         return value
 
 
-def _hockey_stick(losses: Array, weights: Array, epsilon: float) -> float:
-    """Sum of (1 - exp(epsilon - loss)) over the losses above epsilon."""
+def _shares(losses: Array, epsilon: float) -> tuple[int, Array]:
+    """The first place of the losses above epsilon, and what delta takes of each: 1 - exp(epsilon - loss)."""
     above = int(np.searchsorted(losses, epsilon))
-    return float(weights[above:] @ -np.expm1(epsilon - losses[above:]))
+    return above, -np.expm1(epsilon - losses[above:])
+
+
+def _hockey_stick(losses: Array, weights: Array, epsilon: float) -> float:
+    """Delta at epsilon, of these masses."""
+    above, shares = _shares(losses, epsilon)
+    return float(np.sum(weights[above:] * shares))
+
+
+def _norm(values: Array) -> float:
+    """The Euclidean norm, without threads of BLAS, as in `_moments`."""
+    return math.sqrt(float(np.sum(np.square(values))))
 
 
 def log_modulus(apart: NDArray[np.complex128]) -> Array:

@@ -104,8 +104,8 @@ def _value(raw: bytes) -> tuple[Any, bool]:
 
 
 def _entry(value: dict[str, Any], line: bytes) -> LedgerEntry:
-    index, kind, previous, digest = (value.pop(name) for name in ("index", "kind", "previous", "hash"))
-    return LedgerEntry(index, kind, value, previous, digest, line)
+    pop = value.pop
+    return LedgerEntry(pop("index"), pop("kind"), value, pop("previous"), pop("hash"), line)
 
 
 class Lines:

@@ -22,6 +22,7 @@ from murmuration.accounting.epsilon.composition import (
     SPREADS,
     Composition,
     NotConverged,
+    _shares,
     _Window,
     tilted,
 )
@@ -221,7 +222,7 @@ def test_an_epsilon_pays_for_all_that_errors_may_have_moved() -> None:
     delta, parts = 1e-6, Composition((upper(0.05, 0.8, 1e-4)[0],), (20,))
     window = _Window(parts, parts._tilt_for(delta), SPREADS)
     value, before = window.epsilon(delta)
-    window.error *= 5e-4 * delta / window._moved(value)
+    window.error *= 5e-4 * delta / window._moved(*_shares(window.losses, value))
     larger, errors = window.epsilon(delta)
     assert window.delta(larger) <= delta < window.delta(value) and larger > value
     assert errors == pytest.approx(before + 5e-4 * delta, rel=1e-2)
