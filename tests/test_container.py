@@ -32,7 +32,7 @@ def only(name: str) -> str:
 
 def test_instructions_are_known_and_the_base_is_a_python_that_the_project_supports() -> None:
     assert {name for name, _ in PARSED} == {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT", "CMD"}
-    version = re.fullmatch(r"python:3\.(\d+)-slim", only("FROM"))
+    version = re.fullmatch(r"python:3\.(\d+)\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}", only("FROM"))
     least = re.search(r'requires-python = ">=3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
     assert version is not None and least is not None and int(version[1]) >= int(least[1])
 
