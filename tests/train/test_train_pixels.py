@@ -181,9 +181,17 @@ def test_cached_features(ready: Callable[[str], ReadyPhase]) -> None:
     writer: Any = SimpleNamespace(put=lambda ids, values, labels, there: present.extend(there.tolist()))
     stop: Any = SimpleNamespace(check=lambda ranks: None)
     reader = reader_of(phase)
-    fill(writer, model, reader, every := np.arange(RECORDS), every, 4, alone(), "fp32", stop)
+    told = list[tuple[int, int]]()
+
+    def said(done: int, of: int) -> None:
+        told.append((done, of))
+
+    fill(writer, model, reader, every := np.arange(RECORDS), every, 4, alone(), "fp32", stop, said)
     assert rows(seen) == expected(phase, "random_resized_crop", range(RECORDS), 0)
     assert present == [record != BAD for record in range(RECORDS)] and reader.bad_records == [BAD]
+    assert not told, "a short pass needs no bar"
+    fill(writer, model, reader, np.arange(2 * RECORDS), np.tile(every, 2), 1, alone(), "fp32", stop, said)
+    assert told == [(done, 2 * RECORDS) for done in range(1, 2 * RECORDS + 1)]
 
 
 def test_a_reader_of_pixels_that_forgets_to_normalise_gets_no_picture_at_all(

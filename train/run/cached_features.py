@@ -32,6 +32,8 @@ from murmuration.train.run.context import RunContext
 from murmuration.train.step import until_unreadable
 from murmuration.train.storage.feature_store import BAD, PRESENT, FeatureFolder, FeatureRows, RowWriter, settled
 
+MOST_AT_ONCE = 128
+"""Pictures that go through the body at once: a head's micro-batch may be thousands of records, too many for it."""
 ENDING = (OSError, RecipeError)
 """Errors that end all ranks with one sentence: a full disk, a folder that another run is filling."""
 
@@ -133,17 +135,22 @@ def _stored(
         )
         if some:
             with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
-                fill(writer, model, reader, missing, ids, run.config.micro_batch, ranks, precision, run.stop)
+                at_once = min(run.config.micro_batch, MOST_AT_ONCE)
+
+                def said(done: int, of: int) -> None:
+                    run.board.progress(f"features {done:,} of {of:,}", done, of)
+
+                fill(writer, model, reader, missing, ids, at_once, ranks, precision, run.stop, said)
         return on_all(ranks, folder.rows, *ENDING)
 
 
 @torch.no_grad()
 def fill(
-    writer: RowWriter, model: Classifier, reader: BatchReader, missing: np.ndarray, ids: np.ndarray, micro_batch: int,
-    ranks: Ranks, precision: Precision, stop: StopRequest,
+    writer: RowWriter, model: Classifier, reader: BatchReader, missing: np.ndarray, ids: np.ndarray, at_once: int,
+    ranks: Ranks, precision: Precision, stop: StopRequest, said: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    """Fills missing rows, which are those of `ids` in their places, one micro-batch per round; all ranks make the same
-    number of rounds, so that an error on one ends all of them together.
+    """Fills missing rows, which are those of `ids` in their places, `at_once` of them per round; all ranks make the
+    same number of rounds, so that an error on one ends all of them together. `said` hears of each twentieth of them.
 
     No rank returns before the last row of every rank is written.
     """
@@ -164,10 +171,13 @@ def fill(
             values = features.float().cpu().numpy()
             writer.put(rows, values, batch.inputs["labels"].numpy(), batch.present.numpy())
 
-    for number in range(max(ranks.gather(-(-len(missing) // micro_batch)))):
+    rounds = max(ranks.gather(-(-len(missing) // at_once)))
+    for number in range(rounds):
         stop.check(ranks)
-        rows = missing[number * micro_batch : (number + 1) * micro_batch]
+        rows = missing[number * at_once : (number + 1) * at_once]
         on_all(ranks, lambda rows=rows: make(rows) if len(rows) else None, *ENDING)
+        if rounds >= 20 and (number + 1) % (rounds // 20) == 0:
+            said(min((number + 1) * at_once, len(missing)), len(missing))
     stop.check(ranks)
 
 
