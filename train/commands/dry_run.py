@@ -95,7 +95,7 @@ def meaning(config: Config) -> Meaning:
 
 
 def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseMeaning:
-    notes = names_at_hand(number, phase)
+    notes = [*names_at_hand(number, phase), *([phase.blind] if phase.blind else [])]
     if not phase.trains:
         return PhaseMeaning(number, phase, notes=notes)
     model = build(shape, phase.objective, device="meta")

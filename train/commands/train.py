@@ -97,8 +97,9 @@ def _check_plans(config: Config, phases: list[ReadyPhase], root: Path) -> None:
         names = set(select(model, phase.settings.trainable))
         weights = sum(p.numel() for name, p in model.named_parameters() if name in names)
         warning = drowned(plan, weights, phase.settings.privacy.noise_multiplier is None)
-        if warning is not None:
-            print(f"warning: phases.{phase.number}: {warning}", file=sys.stderr, flush=True)
+        for text in (warning, phase.settings.blind):
+            if text is not None:
+                print(f"warning: phases.{phase.number}: {text}", file=sys.stderr, flush=True)
 
 
 def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase], root: Path) -> NoReturn:

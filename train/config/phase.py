@@ -284,6 +284,17 @@ class Phase(Section):
         return not isinstance(self.data, CheckpointData | HeldOutData)
 
     @property
+    def blind(self) -> str | None:
+        """What to say of a private phase of which nobody will see whether it learns."""
+        privacy = self.privacy
+        if privacy is None or self.evaluation is not None or self.monitor is not None or privacy.release:
+            return None
+        return (
+            "nothing is measured while it trains, so nobody will see whether it learns; name public records in "
+            "`evaluation`, or release the loss with noise (`privacy.release`)"
+        )
+
+    @property
     def rows_of_a_slot(self) -> int:
         """How many rows a micro-batch computes for each of its records, or units."""
         records = (self.data.rows_per_unit or 1) if isinstance(self.data, ShardData) else 1
