@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ EPSILON = 1e-6
 MOMENTUM, TRUST = 0.9, 0.001
 BASE_BATCH = 256
 INITIAL_STD = 0.01
+ENOUGH_SEEN, MOST_TIMES = 2_500_000, 50.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class LarsSettings:
     base_rate: float = 0.1
     """For a batch of 256."""
     seed: int = 0
+    least_seen: int = 0
+    """Epochs are repeated until so many records were seen, MOST_TIMES at most: a small set is one batch, and 90 steps
+    at the rate for its size hardly move the weights."""
+
+    def of(self, records: int) -> LarsSettings:
+        """As so many records are trained on."""
+        times = min(max(1.0, self.least_seen / (self.epochs * records)), MOST_TIMES)
+        return replace(self, epochs=math.ceil(self.epochs * times), warmup=round(self.warmup * times))
 
     def batch_of(self, records: int) -> int:
         return min(self.batch, records)
@@ -71,9 +80,9 @@ def fit_lars(
     """`views` hold the same records in the same order, differently cropped; each epoch takes the next one."""
     records = len(views[0])
     batch = settings.batch_of(records)
-    steps = records // batch
     if batch < 2:
         raise ValueError("BatchNorm needs at least two records to train on; name more")
+    settings, steps = settings.of(records), records // batch
     probe = LarsProbe(views[0].width, classes, settings.seed).to(device).train()
     velocity = [torch.zeros_like(parameter) for parameter in probe.parameters()]
     tell(0, settings.epochs * steps)

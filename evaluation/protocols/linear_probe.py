@@ -12,7 +12,7 @@ from murmuration.data.decode.class_list import ClassList
 from murmuration.data.progress import Progress
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.interval import share
-from murmuration.evaluation.measures.lars_probe import LarsProbe, LarsSettings, fit_lars
+from murmuration.evaluation.measures.lars_probe import ENOUGH_SEEN, LarsProbe, LarsSettings, fit_lars
 from murmuration.evaluation.measures.logistic import PENALTY_TIMES_N, Logistic, fit_logistic
 from murmuration.evaluation.measures.rows import Rows
 from murmuration.evaluation.session.features import Extracted, extract
@@ -43,8 +43,17 @@ def run(session: Session, work: Work) -> Outcome:
     return Outcome(result)
 
 
+LONGER = (
+    f"A set of so few records was trained on for more than the published {LarsSettings.epochs} epochs, which would "
+    f"hardly have moved the weights (--epochs {LarsSettings.epochs} repeats them)."
+)
+
+
 def lars_settings(arguments: Namespace) -> LarsSettings:
-    return LarsSettings(arguments.epochs, arguments.warmup, arguments.batch, arguments.base_rate, arguments.seed)
+    """With the published epochs, unless they are given, a small set is trained on for longer."""
+    least = ENOUGH_SEEN if arguments.epochs is None else 0
+    epochs, warmup = arguments.epochs or LarsSettings.epochs, arguments.warmup
+    return LarsSettings(epochs, warmup, arguments.batch, arguments.base_rate, arguments.seed, least)
 
 
 def told_of_fit(arguments: Namespace) -> dict[str, Any]:
@@ -79,7 +88,10 @@ def fitted(
                 "Features were computed once, of one view of each training record; the published protocol crops anew "
                 "in each epoch (--views 90)."
             )
-        return fit_lars(views, classes, device, lars_settings(arguments), Progress("LARS", "steps"))
+        settings = lars_settings(arguments)
+        if settings.of(len(views[0])) != settings and LONGER not in result.notes:
+            result.notes.append(LONGER)
+        return fit_lars(views, classes, device, settings, Progress("LARS", "steps"))
     found = fit_logistic(views[0], classes, device, arguments.iterations, Progress("L-BFGS", "iterations"))
     # Two digits: at the solution the others are rounding, which depends on where the processor finds its operands.
     gradient = float(f"{found.gradient:.1e}")

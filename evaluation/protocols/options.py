@@ -72,7 +72,7 @@ def linear(parser: ArgumentParser) -> None:
     parser.add_argument("--iterations", type=count, default=1000, help="most of L-BFGS's (dpcap; default 1000)")
     parser.add_argument("--views", type=natural, default=0, help="random crops per training record (vip; published: "
                         "a new one in each epoch; default 0: one view, not random)")  # fmt: skip
-    parser.add_argument("--epochs", type=count, default=90, help="vip; default 90")
+    parser.add_argument("--epochs", type=count, help="vip; default 90, up to 50 times as many on small sets")
     parser.add_argument("--warmup", type=natural, default=10, help="epochs; vip; default 10")
     parser.add_argument("--batch", type=count, default=16384, help="vip; default 16384, or all records if fewer")
     parser.add_argument("--base-rate", type=positive, default=0.1, help="for a batch of 256; vip; default 0.1")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from murmuration.evaluation.measures import rows as rows_module
 from murmuration.evaluation.measures.interval import mean, share
-from murmuration.evaluation.measures.lars_probe import LarsSettings, fit_lars
+from murmuration.evaluation.measures.lars_probe import ENOUGH_SEEN, LarsSettings, fit_lars
 from murmuration.evaluation.measures.logistic import fit_logistic, normalised
 from murmuration.evaluation.measures.rows import Rows
 from murmuration.train.measures.ranking import hits
@@ -99,6 +99,20 @@ def test_a_small_set_is_one_batch_with_the_rate_for_its_size() -> None:
     assert published.batch_of(1_281_167) == 16384 and published.rate(10, 16384) == pytest.approx(6.4)
     assert published.batch_of(100) == 100 and published.rate(10, 100) == pytest.approx(0.1 * 100 / 256)
     assert published.rate(0, 16384) == 0 and published.rate(90, 16384) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_small_set_is_trained_until_its_features_tell() -> None:
+    """Logistic regression has .775 of these records right, and chance .25."""
+    published, longer = LarsSettings(), LarsSettings(least_seen=ENOUGH_SEEN)
+    assert longer.of(1_281_167) == longer and (longer.of(2000).epochs, longer.of(2000).warmup) == (1250, 139)
+    assert longer.of(4).epochs == 4500
+    features, labels = clusters(400, 0)
+    held, answers = clusters(2000, 1)
+    right = []
+    for settings in (published, longer):
+        probe = fit_lars([whole(features, labels)], CLASSES, CPU, settings, lambda done, total: None)
+        right.append(float((probe.scores(torch.from_numpy(held)).argmax(1).numpy() == answers).mean()))
+    assert right[0] < 0.4 and right[1] > 0.7, right
 
 
 def test_hits_count_each_place_and_ties_go_to_the_lower_class() -> None:
