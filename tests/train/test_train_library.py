@@ -42,10 +42,10 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.data.batch import dataset
 from murmuration.data.batch.function_reader import ReadFailsError
-from murmuration.train import library
-from murmuration.train import start as start_of
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.section import RecipeError
+from murmuration.train.library import records, settings
+from murmuration.train.library import start as start_of
 from murmuration.train.optim import rates
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import TorchOptimizer, UnfitOptimizerError
@@ -648,8 +648,8 @@ def test_the_loop_shows_saves_and_writes_as_the_settings_say(
     assert seen == [(1, 1, 0), (2, 2, 0), (3, 3, 0), (4, 4, 4), (5, 5, 4), (6, 6, 6)]
     told = capsys.readouterr().out
     assert "self-test passed" in told
-    lines = [line for line in told.splitlines() if line.startswith("step ")]
-    assert [line.split()[1] for line in lines] == ["2/6", "4/6", "6/6"]
+    lines = [line for line in told.splitlines() if line.startswith("training  step ")]
+    assert [line.split()[2] for line in lines] == ["2/6", "4/6", "6/6"]
     assert f"lr 8.33e-03  ε {spent:.3f} of 20" in lines[-1]
     board = EventAccumulator(str(tmp_path / "tb" / "public"))
     board.Reload()
@@ -755,7 +755,7 @@ def test_epochs_and_every_record_are_counted_in_records_or_units(tmp_path: Path)
         assert (found.plan.records, found.plan.steps) == (10, 6)
 
 
-@pytest.mark.parametrize("module", [library, start_of, rates, dataset], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [records, settings, start_of, rates, dataset], ids=lambda module: module.__name__)
 def test_the_examples_of_the_docstrings_hold(module: Any) -> None:
     failed, tried = doctest.testmod(module)
     assert not failed and tried

@@ -21,7 +21,7 @@ import pytest
 from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.train.library import NUMBERS, RESTORED
+from murmuration.train.library.training import NUMBERS, RESTORED
 from tests.support.own_module import RATE, RECORDS, read, run, training
 
 ROOT = Path(__file__).parents[2]

@@ -383,14 +383,14 @@ def test_a_step_is_made_by_one_thread_and_once(tmp_path: Path) -> None:
     with training(tmp_path) as found:
         found.prove()
         entered, go, said = threading.Event(), threading.Event(), []
-        whole = found.phase.made.run
+        whole = found.phase.step
 
         def slowly(number: int, rate: float) -> Any:
             entered.set()
             go.wait(20)
             return whole(number, rate)
 
-        found.phase.made.run = slowly
+        found.phase.step = slowly
         thread = threading.Thread(target=lambda: said.append(found.step(1, RATE)))
         thread.start()
         entered.wait(20)
