@@ -42,6 +42,7 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.data.batch import dataset
 from murmuration.data.batch.function_reader import ReadFailsError
+from murmuration.train.clip import compiled
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.section import RecipeError
 from murmuration.train.library import records, settings
@@ -54,6 +55,7 @@ from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import DataBudgetError, RunLog
 from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
+from tests.support.recorded_blocks import operation_by_operation
 
 
 def random_net() -> nn.Module:
@@ -500,6 +502,52 @@ def test_released_numbers_are_shown_and_a_probed_rate_moves_and_goes_on(tmp_path
 def test_probes_of_the_loss_need_one_rate(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="give schedule= one number"):
         own(tmp_path, loss_probes=LossProbes(), schedule=falling)
+
+
+# Compiled blocks.
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).tanh()
+
+
+class Scaled(Residual):
+    """By a number, which a recording would keep while the weights move."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.layer.weight.detach().abs().mean())
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.Sequential(*(Residual() for _ in range(3))), nn.Sequential(Scaled(), Scaled()),
+        nn.Linear(8, 1),
+    )  # fmt: skip
+
+
+def test_compiled_blocks_train_as_written_ones_do_and_the_owner_is_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "by_inductor", operation_by_operation)  # the compiler itself has tests of its own
+    begun, weights = deep().state_dict(), []
+    for how in ("off", "blocks"):
+        with own(
+            tmp_path / how, deep, computation=murmuration.Computation(compile=how), debug_seed=SEED, steps=3
+        ) as found:
+            list(found)
+            weights.append(found.weights())
+    for name, written in weights[0].items():
+        moved = float((written - begun[name]).abs().max())
+        assert float((weights[1][name] - written).abs().max()) < 1e-4 * moved, name
+    notes = [(tmp_path / how / "logs" / "private" / "notes.jsonl").read_text() for how in ("off", "blocks")]
+    assert "compiled" not in notes[0] and "core dumps" in notes[0]
+    assert "3 of 5 blocks run as compiled code; as written run inner.2.0, inner.2.1: " in notes[1]
 
 
 # The log of runs.

@@ -15,7 +15,7 @@ from murmuration.data.batch.dataset import as_inputs, as_read, is_dataset
 from murmuration.data.batch.function_reader import FunctionReader, Read
 from murmuration.data.batch.slot_rows import SlotRows, UnitReduce
 from murmuration.data.draw.poisson import StepKey
-from murmuration.data.index.units import UnitTable
+from murmuration.data.index.unit_table import UnitTable
 from murmuration.train.self_test.probes import SyntheticRecords
 
 Data = Any

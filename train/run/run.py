@@ -13,9 +13,10 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.train.config.root import Config
-from murmuration.train.distributed.ranks import Ranks, lost_rank, watch
+from murmuration.train.distributed.ranks import Ranks, lost_rank
 from murmuration.train.distributed.rendezvous import open_to_others
 from murmuration.train.distributed.stop import Stopped, StopRequest
+from murmuration.train.distributed.watchdog import watch
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
