@@ -22,8 +22,7 @@ import numpy as np
 from torch import nn
 
 from murmuration.accounting.keys import Derive
-from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader

@@ -6,6 +6,8 @@ import copy
 import doctest
 import json
 import math
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +47,7 @@ from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.train.clip import compiled
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.stop import Stopped
 from murmuration.train.library import records, settings
 from murmuration.train.library import start as start_of
 from murmuration.train.optim import rates
@@ -723,6 +726,19 @@ def test_a_loop_that_was_left_goes_on_where_it_saved(tmp_path: Path) -> None:
     with own(tmp_path / "again", fixed, checkpoint_every=2, debug_seed=SEED) as found:
         assert list(found) == [3, 4, 5, 6] and list(found) == []
         assert all(torch.equal(tensor, whole[name]) for name, tensor in found.weights().items())
+
+
+def test_a_loop_that_is_asked_to_stop_saves_what_is_complete(tmp_path: Path) -> None:
+    with own(tmp_path, checkpoint_every=5, loss_probes=LossProbes(every=1, bound=1, noise_multiplier=3)) as found:
+        with pytest.raises(Stopped, match="SIGINT"):
+            for step in found:
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+        assert (found.done, found.saved) == (2, 2)
+    last = History.read(tmp_path / "ledger.jsonl")[0].last_checkpoint()
+    assert last is not None and last.step == 2
+    shown = [json.loads(line) for line in (tmp_path / "logs" / "public.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in shown if "learning_rate_factor" in line] == [1, 2], "durable, so they are told"
 
 
 def test_nothing_is_measured_before_a_checkpoint_is_durable(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey
-from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.noise import NoiseKind
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.data.decode.decode import BadRecord

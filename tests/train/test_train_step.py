@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
+from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.draw.samplers import make_sampler

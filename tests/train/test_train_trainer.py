@@ -12,8 +12,7 @@ import pytest
 
 from murmuration.accounting.epsilon import accountant
 from murmuration.accounting.event import Event
-from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.sampling import Poisson
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.public.monitor import MonitorReading

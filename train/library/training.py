@@ -13,83 +13,39 @@ a recipe.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import cached_property, partial
-from importlib.metadata import version
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.errors import PlanError
-from murmuration.accounting.keys import hkdf, load
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.lines import NAMED
-from murmuration.accounting.make_plan import make_plan, steps_of
 from murmuration.accounting.plan import PrivacyPlan, require_together
-from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.core import largest_micro_batch
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import evaluating
-from murmuration.train.engines.choose import EngineSettings, start_ranks
+from murmuration.train.engines.choose import start_ranks
+from murmuration.train.library.own_run import NAME, PHASE, OwnRun
 from murmuration.train.library.records import Data, OwnRecords, Units
 from murmuration.train.library.settings import Settings
 from murmuration.train.library.start import INNER, Public, started
 from murmuration.train.library.unchanged import Unchanged
-from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.rates import rates_of, sound
-from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
-from murmuration.train.planner.drowned import drowned
+from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.trainer import Spent, Trainer
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.bad_records import BadRecordList
-from murmuration.train.storage.certify import Told, finish
-from murmuration.train.storage.checkpoint import Keep
-from murmuration.train.storage.micro_batch_file import found_once
-from murmuration.train.storage.open_run import open_run
-from murmuration.train.storage.run_dir import RunDir
-from murmuration.train.storage.sibling_runs import RunLog
-
-PHASE, NAME = 0, "training"
-NUMBERS = (
-    "In an epoch of random allocation, or a block of steps with correlated noise, a record takes part once, by its "
-    "number, and the run was continued within one: that the program gave each record the same number as before is its "
-    "own word (`order`)."
-)
-RESTORED = (  # with a `registry`, what every certificate says is enough
-    "This run has no log outside its directory. Its secret file tells how long the ledger is and loses the keys of "
-    "each step before the step's weights can be seen, so a ledger or a secret folder that is restored alone is "
-    "refused. A whole run directory that is restored in place (secret folder, ledger and checkpoints together) cannot "
-    "be told from the original: its steps may then be made again under the same keys, and are charged once."
-)
-NO_LOG = "The records are known by the name and number that the program gave them; other runs on them are not known."
-LOGGED = (
-    "The records are known by the name and number that the program gave them; other runs on them are those that were "
-    "told the same `registry`."
-)
-DEVIATIONS = [
-    "The training loop is a program of the user's own: what it computes from private records beside the private step, "
-    "or makes of the summaries that steps return, is not covered.",
-    "The model is the user's own. Its forward() was given one record at a time, by construction, and could write "
-    "nothing of it into a tensor that records share. Weights, buffers and the attributes of its modules were compared "
-    "before and after every step; what it may keep elsewhere in Python (a global list, a file), or do through private "
-    "interfaces of PyTorch, was not looked at.",
-]
 
 
 class Losses(nn.Module):
@@ -142,133 +98,40 @@ class PrivateTraining:
         `ranks`: None joins those that a launcher started."""
         quiet_libraries()
         self.settings, privacy = settings, settings.privacy
-        self._records = own = OwnRecords.of(data, records, units, privacy.views, example, synthetic)
+        self._records = read = OwnRecords.of(data, records, units, privacy.views, example, synthetic)
         self.ranks = ranks or start_ranks(settings.engine, settings.shard_over)
-        self.ranks.require_same("units.of", own.digest_of_units)
+        self.ranks.require_same("units.of", read.digest_of_units)
         self._started = started(model, start, self.ranks)
         self.model = self._started.model
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
         self._model = self.model if loss is None else Losses(self.model, loss)
-        self._optimizer = optimizer
         if isinstance(optimizer, Optimizer) and optimizer.params.noise_floor is not None:
             require_together(privacy.mechanisms | {"noise_floor"})
-        batch = float(own.n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
-        steps = settings.steps or steps_of(settings.epochs or 1, own.n, batch, privacy.sampling)
+        steps, batch = settings.steps_and_batch(read.n)
         self._rates = rates = rates_of(schedule, optimizer, steps)
         if privacy.loss_probes is not None and len({rates(step) for step in range(1, steps + 1)}) > 1:
             raise PlanError("privacy.loss_probes find the learning rate while training; give schedule= one number")
-        self._log = RunLog(())
-        if settings.registry is not None:
-            Path(settings.registry).mkdir(parents=True, exist_ok=True)
-            self._log = RunLog.beside(Path(settings.registry))
-        folder = RunDir(Path(settings.run_dir))
-        self._run = open_run(
-            folder, folder.root.name, self.ranks, Keep(settings.keep_checkpoints),
-            {name: version(name) for name in ("torch", "dp-accounting")}, debug_seed=settings.debug_seed,
-            new_segment=settings.new_segment, record_digests=NAMED,
-        )  # fmt: skip
-        self._data = _digest_of_name(settings.dataset)
         self._busy, self._closed, self._at_end = threading.Lock(), False, ExitStack()
-        self._at_end.callback(self._run.close)
         self._phase: PrivatePhase | None = None
-        self.done = 0
+        self._own = own = OwnRun(settings, read, self._started, self._model, self.ranks)
+        self._run = own.open
+        self._at_end.callback(self._run.close)
         try:
-            self._loaded = self._run.latest() if self._run.secret is not None else None
-            self.plan: PrivacyPlan = self.ranks.on_main(lambda: self._declare(steps, batch))
-            if self._run.secret is not None:  # else finished: nothing is drawn any more
-                self._build()
+            self.plan: PrivacyPlan = own.declare(steps, batch)
+            self.done = own.done
+            if own.finished:
+                return
+            self._phase = phase = own.build(optimizer)
+            self._at_end.callback(phase.close)
+            self._unchanged = Unchanged(self._model)
+            self._saving = phase.saving(
+                self._run, lambda: self._run.header(PHASE, own.data, "own"), self._list_unusable,
+                self._unchanged.before_save,
+            )  # fmt: skip
+            self._saving.saved = self.done
         except BaseException:
             self.close()
             raise
-
-    def _declare(self, steps: int, batch: float) -> PrivacyPlan:
-        """On the main rank: the plan and what else the ledger must know before the first step."""
-        run, settings, begun, first = self._run, self.settings, self._started, self._loaded is None
-        request = settings.privacy.request(self._records.n, steps, exact=settings.computation.noise == "exact")
-
-        def make(known: PrivacyPlan | None) -> PrivacyPlan:
-            # Keyed: who belongs together is as private as the records.
-            table = known.units.table if known is not None and known.units is not None else ""
-            if run.secret is not None and self._records.table is not None:
-                table = hkdf(run.key.secret, f"units|{self._records.digest_of_units}").hex()
-            try:
-                return make_plan(replace(request, expected_batch=batch, units=self._records.unit(table)), known)
-            except AdaptiveError as error:
-                raise PlanError(str(error)) from None
-
-        public = begun.uses(saved=not first)
-        public |= {use: _digest_of_name(name) for use, name in settings.public.items()}
-        weights = begun.checked(self._data) if first else None  # what a checkpoint has comes from there
-        plan = run.declare(
-            PHASE, NAME, make, self._log, self._data, public=public,
-            without_noise=() if weights is None else weights.without_noise,
-            origins=() if weights is None else weights.origins, words=("keep_key",) if settings.keep_key else (),
-        )  # fmt: skip
-        trained = sum(each.numel() for each in self._model.parameters() if each.requires_grad)
-        if (warning := drowned(plan, trained, settings.privacy.noise_multiplier is None)) is not None:
-            run.say(f"warning: {warning}")
-        if first and not run.writer.history.finished and (names := sorted(begun.unexplained)):
-            run.say(
-                f"warning: the certificate will say FOREIGN WEIGHTS, since {', '.join(names[:3])} ({len(names)} "
-                "tensors) are not shown to be random; give model= as a function that makes it, and start= or "
-                'Public("why") for what is not random'
-            )
-        run.tell_objection()
-        return plan
-
-    def _build(self) -> None:
-        run, settings, privacy, optimizer = self._run, self.settings, self.settings.privacy, self._optimizer
-        clip = privacy.clip
-        if self._loaded is not None:
-            self.done = self._loaded.position.step
-            self._model.load_state_dict(self._loaded.state_dict(self._model.state_dict()))
-        rule_of = partial(ClipRule.of, self.plan, clip.kind, clip.gamma, grouping=clip.grouping)
-        micro_batch = settings.micro_batch
-        if micro_batch == "auto":
-            most = max(1, math.ceil(self.plan.divisor / self.ranks.world))
-            trial = self._model, rule_of(micro_batch=1), settings.computation, self._records.synthetic, most, self.ranks
-            micro_batch, _ = found_once(run.folder.root, self.ranks, lambda: largest_micro_batch(*trial))
-        rule = rule_of(micro_batch=micro_batch)
-        named = optimizer.model_dump() if isinstance(optimizer, Optimizer) else described(optimizer)
-        shapes = {name: list(each.shape) for name, each in self._model.named_parameters()}
-        computed = settings.computation.identity
-        identity = [type(self.model).__qualname__, shapes, repr(rule), named, computed, micro_batch]
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        self.ranks.require_same("the model and the arguments of the training", digest)
-        segment = self.ranks.on_main(
-            lambda: run.segment(
-                PHASE, NAME, digest, self._data, self.done, "their weights may have been seen", self._why_anew()
-            )
-        )
-        keys = run.derive(PHASE, segment, self.done)
-        self._unit_key = keys("augmentation") if self._records.units is not None else b""
-        self._engine = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
-        self._unchanged = Unchanged(self._model)
-        self._phase = phase = PrivatePhase(
-            self.plan, self._model, rule, optimizer, keys, self.ranks, self._engine, settings.computation,
-            begun_after=segment.from_step,
-            rate=ProbedRate.of(privacy.loss_probes, self.plan, self._loaded and self._loaded.manifest.get(STATE)),
-        )  # fmt: skip
-        self._at_end.callback(phase.close)
-        self._saving = phase.saving(
-            run, lambda: run.header(PHASE, self._data, "own"), self._list_unusable, self._unchanged.before_save
-        )  # fmt: skip
-        self._saving.saved = self.done
-        self.ranks.on_main(lambda: run.remember(self._order))
-
-    @property
-    def _order(self) -> str | None:
-        return None if self.settings.order is None else hashlib.sha256(self.settings.order.encode()).hexdigest()
-
-    def _why_anew(self) -> str | None:
-        """Why an interrupted epoch or block does not continue: records take part in it once, by number."""
-        if self.plan.noise.bands > 1 and (self._order is None or self.done % self.plan.noise.bands):
-            return "the keys of a block's earlier steps are gone, and later ones need them"
-        if self.plan.sampling.steps_of_a_key > 1 and (
-            self._order is None or load(self._run.folder.key).order != self._order
-        ):
-            return "the program does not say, or not the same, in which order it numbers the records"
-        return None
 
     @property
     def phase(self) -> PrivatePhase:
@@ -302,15 +165,15 @@ class PrivateTraining:
         report = phase.prove(self._records.synthetic)
         for note in phase.notes(run.key.secret):
             run.note(NAME, note)
-        if self._loaded is not None:
-            self._loaded.restore_optimizer(phase.engine)
+        if self._own.loaded is not None:
+            self._own.loaded.restore_optimizer(phase.engine)
         self._unchanged.proved()
-        self._reader = reader = self._records.reader(self._unit_key)
+        self._reader = reader = self._records.reader(self._own.unit_key)
         self.ranks.on_main(lambda: reader.try_first(self._records.n))
         self._bad, self._stop = BadRecordList(run.folder, self.ranks.rank), StopRequest(run.folder.stop_file)
         self._at_end.callback(self._stop.restore)
         phase.feed(reader)
-        first_norm = run.first_norm(PHASE, self.plan, self._loaded)
+        first_norm = run.first_norm(PHASE, self.plan, self._own.loaded)
         phase.begin(run.journal, self._stop, first_norm=first_norm, after=self._after)
         self._at_end.callback(self._list_unusable)
         self._pace = Pace(self.plan.divisor, public=False, synthetic=report.records_per_second)
@@ -420,31 +283,7 @@ class PrivateTraining:
         """Saves, writes the certificate, destroys the run key, and verifies it all from the ledger alone."""
         self._require_whole()
         self._save_what_is_new()
-        newest, settings = self._run.newest(), self.settings
-
-        def told() -> Told:
-            trained = sum(each.numel() for each in self.model.parameters())
-            return Told(
-                f"{type(self.model).__qualname__}, {trained:,} parameters", self._engine, {NAME: self._data},
-                settings.about_data, settings.about_owner,
-            )  # fmt: skip
-
-        return self.ranks.on_main(
-            lambda: finish(
-                self._run, [self._log], newest, told, deviations=self._deviations(), keep_key=settings.keep_key
-            )
-        )
-
-    def _deviations(self) -> list[str]:
-        logged = self._log.places and self._log.unknown_to_others(self._run.writer.history.run_id) is None
-        stated = [*DEVIATIONS, LOGGED] if logged else [*DEVIATIONS, NO_LOG, RESTORED]
-        stated += [NUMBERS] if self._continued_within() else []
-        return stated + ([f"The initial weights are public because: {why}"] if (why := self._started.why) else [])
-
-    def _continued_within(self) -> bool:
-        together = self.plan.sampling.period
-        acts = self._run.writer.ledger.entries.acts
-        return any(entry.kind == "resume" and entry.fields["step"] % together for entry in acts)
+        return self._own.finish()
 
     def close(self) -> None:
         """Lets go of readers, engine and the ledger's lock; the run can be continued."""
@@ -456,7 +295,3 @@ class PrivateTraining:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _digest_of_name(dataset: str) -> str:
-    return hashlib.sha256(dataset.encode()).hexdigest()

@@ -9,8 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from murmuration.accounting.epsilon.accountant import round_up
-from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.ranks import Ranks, lost_rank

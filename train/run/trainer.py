@@ -14,8 +14,8 @@ from typing import Protocol
 
 from murmuration.accounting.epsilon.accountant import epsilon, merge
 from murmuration.accounting.event import Event
+from murmuration.accounting.ledger.chain import BudgetSpent
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.run.board import WAITING, Board, Pace
