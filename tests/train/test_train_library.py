@@ -729,7 +729,8 @@ def test_a_loop_that_was_left_goes_on_where_it_saved(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_is_asked_to_stop_saves_what_is_complete(tmp_path: Path) -> None:
-    with own(tmp_path, checkpoint_every=5, loss_probes=LossProbes(every=1, bound=1, noise_multiplier=3)) as found:
+    release = [ReleasedMetric(name="loss", bound=2, noise_multiplier=4)]
+    with own(tmp_path, checkpoint_every=5, release=release) as found:
         with pytest.raises(Stopped, match="SIGINT"):
             for step in found:
                 if step == 2:
@@ -738,7 +739,7 @@ def test_a_loop_that_is_asked_to_stop_saves_what_is_complete(tmp_path: Path) -> 
     last = History.read(tmp_path / "ledger.jsonl")[0].last_checkpoint()
     assert last is not None and last.step == 2
     shown = [json.loads(line) for line in (tmp_path / "logs" / "public.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in shown if "learning_rate_factor" in line] == [1, 2], "durable, so they are told"
+    assert [line["step"] for line in shown if "noised_loss" in line] == [1, 2], "durable, so they are told"
 
 
 def test_nothing_is_measured_before_a_checkpoint_is_durable(tmp_path: Path) -> None:
