@@ -26,8 +26,10 @@ from murmuration.model.settings import ModelSettings, Shape
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.rule import ClipRule, rounding_allowance
 from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Alone
-from murmuration.train.engines.forward import PlainForward, PrivateForward
+from murmuration.train.engines.choose import EngineSettings, make_engine
+from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.local import LocalEngine
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.self_test.probes import synthetic_batch
@@ -167,10 +169,14 @@ def _built(model: str) -> nn.Module:
     return build(shape_of(model), OBJECTIVES[model.split("/")[0]])
 
 
-def clip_of(records: int, precision: str = "bf16") -> BookKeepingClip:
+def rule_of(records: int) -> ClipRule:
     """C is 1; what rounding may add is taken off it, as in a run."""
     allowance = rounding_allowance(records)
-    return BookKeepingClip(ClipRule("flat", 1.0 / (1 + allowance), allowance), precision)  # pyright: ignore[reportArgumentType]
+    return ClipRule("flat", 1.0 / (1 + allowance), allowance)
+
+
+def clip_of(records: int, precision: str = "bf16") -> BookKeepingClip:
+    return BookKeepingClip(rule_of(records), precision)  # pyright: ignore[reportArgumentType]
 
 
 def engine_of(
@@ -178,12 +184,15 @@ def engine_of(
 ) -> LocalEngine:
     """The engine of one process, with exact sums: the one whose `accumulate` a run calls. `compiled`: as by
     `run.compile: "blocks"`."""
-    forward: PrivateForward | PlainForward
+    ranks, settings = Alone(setting.device), EngineSettings("local", records)
     if private:
-        forward = PrivateForward(model, clip_of(records), graph=graph)
+        computation = Computation(precision="bf16", cuda_graph="auto" if graph else "off")
+        engine = clipping_engine(model, rule_of(records), Optimizer(), 0.0, settings, ranks, computation).engine
     else:
-        forward = PlainForward(model, "bf16", compiled=compiled)
-    return LocalEngine(forward, make_optimizer(Optimizer(), model.named_parameters(), 0.0), Alone(setting.device))
+        flat = make_optimizer(Optimizer(), model.named_parameters(), 0.0)
+        engine = make_engine(settings, PlainForward(model, "bf16", compiled=compiled), flat, ranks)
+    assert isinstance(engine, LocalEngine)
+    return engine
 
 
 def synchronise(device: torch.device) -> None:

@@ -46,9 +46,11 @@ def work(steps: int) -> None:
     from murmuration.data.draw.micro_batch import row_count
     from murmuration.model.build import build
     from murmuration.model.settings import ModelSettings
-    from murmuration.train.clip.bookkeeping import BookKeepingClip
     from murmuration.train.clip.rule import ClipRule
-    from murmuration.train.engines.forward import PrivateForward
+    from murmuration.train.config.optimizer import Optimizer
+    from murmuration.train.core import Computation, clipping_engine
+    from murmuration.train.distributed.ranks import Alone
+    from murmuration.train.engines.choose import EngineSettings
     from murmuration.train.self_test.probes import synthetic_batch
 
     torch.set_num_threads(1)
@@ -58,8 +60,10 @@ def work(steps: int) -> None:
         family="mae", image_size=64, patch_size=8, width=192, depth=4, heads=3, mae_decoder_width=96,
         mae_decoder_depth=2, mae_decoder_heads=3,
     ).resolved()  # fmt: skip
-    forward = PrivateForward(build(shape, "mae"), BookKeepingClip(ClipRule("flat", 1.0, 0.0)))
-    forward.begin(torch.device("cpu"))
+    # Each rank alone: what it does together with the others is timed by itself.
+    ranks, settings = Alone(torch.device("cpu")), EngineSettings("local", MICRO_BATCH)
+    rule, optimizer = ClipRule("flat", 1.0, 0.0), Optimizer()
+    forward = clipping_engine(build(shape, "mae"), rule, optimizer, 0.0, settings, ranks, Computation()).forward
     batch = synthetic_batch(shape, "mae", MICRO_BATCH, dist.get_rank())
     for _ in range(3):
         forward(batch.inputs, batch.present)
@@ -67,12 +71,12 @@ def work(steps: int) -> None:
     def exchange() -> float:
         dist.barrier()
         began = time.perf_counter()
-        for total in forward.sums.totals.values():
+        for total in forward.exact_sums.totals.values():
             dist.all_reduce(total)
         return time.perf_counter() - began
 
     found: dict[str, Any] = {"exchange": statistics.median(exchange() for _ in range(5)), "weights": sum(
-        total.numel() for total in forward.sums.totals.values()
+        total.numel() for total in forward.exact_sums.totals.values()
     )}  # fmt: skip
     for stage in MEETINGS:
         walls, seconds = [], []

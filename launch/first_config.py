@@ -20,7 +20,7 @@ from murmuration.data.index.census import CAPTION
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.open import open_index, open_units, unit_known
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.index.units import UnitTable
+from murmuration.data.index.unit_table import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     )
     from murmuration.train.config.zero_optimization import ZeroOptimization
     from murmuration.train.core import Computation
-    from murmuration.train.library import PrivateTraining, Settings, Units
-    from murmuration.train.start import Public
+    from murmuration.train.library.records import Units
+    from murmuration.train.library.settings import Settings
+    from murmuration.train.library.start import Public
+    from murmuration.train.library.training import PrivateTraining
     from murmuration.train.storage.sibling_runs import RunLog
 
 _HOMES = {
-    "train.library": ("PrivateTraining", "Settings", "Units"),
-    "train.start": ("Public",),
+    "train.library.records": ("Units",),
+    "train.library.settings": ("Settings",),
+    "train.library.start": ("Public",),
+    "train.library.training": ("PrivateTraining",),
     "train.config.privacy": (
         "AdaptiveClip", "BandedNoise", "Clip", "ClipGroup", "LossProbes", "Privacy", "ReleasedMetric",
     ),

@@ -4,8 +4,9 @@ under one set of keys. It knows no recipe, no run directory and no certificate.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -36,9 +37,10 @@ from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.self_test.room import require_room, too_large
+from murmuration.train.self_test.room import largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepLedger
+from murmuration.train.storage.micro_batch_file import MOST_ON_PROCESSORS
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Run
@@ -99,6 +101,22 @@ def clipping_engine(
     flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
     flat.keeps_before = keeps_before
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
+
+
+def largest_micro_batch(
+    model: nn.Module, rule: ClipRule, computation: Computation, records: SyntheticRecords, most: int, ranks: Ranks
+) -> int:  # fmt: skip
+    """The largest micro-batch that fits, by trying; on processors, more rows fill no more of their vector units."""
+    if ranks.device.type != "cuda":
+        return min(most, max(1, MOST_ON_PROCESSORS // records.rows))
+    whole = EngineSettings()  # a shard of it needs less
+    trial = clipping_engine(
+        copy.deepcopy(model), rule, Optimizer(), 0.0, whole, ranks, replace(computation, compile="off")
+    ).engine  # fmt: skip
+    try:
+        return largest_that_fits(trial, records, most, ranks)
+    finally:
+        trial.close()
 
 
 class PrivateCore:

@@ -1,6 +1,6 @@
 """One private phase: plan, model, keys, records and step, put together once.
 
-Recipes (`run/phase.py`), the library (`library.py`), the audit and its replay all train by it:
+Recipes (`run/phase.py`), the library (`library/training.py`), the audit and its replay all train by it:
 
     with PrivatePhase(plan, model, rule, optimizer, keys, ranks, engine) as phase:
         phase.prove(synthetic)              # before anything else touches the engine
@@ -8,30 +8,33 @@ Recipes (`run/phase.py`), the library (`library.py`), the audit and its replay a
         phase.begin(journal, stop)
         for number in range(1, plan.steps + 1):
             phase.step(number, learning_rate)
-        phase.saving(run, header, list_unusable).save(plan.steps)
+        saving = phase.saving(run, header, list_unusable)
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
 from murmuration.accounting.keys import Derive
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
 from murmuration.data.draw.poisson import Draw
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.core import Computation, PrivateCore, clipping_engine
+from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
 from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
@@ -39,7 +42,7 @@ from murmuration.train.optim.probed_rate import ProbedRate, state_of
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
-from murmuration.train.step import PrivateStep, Records, StepLedger, StepSummary
+from murmuration.train.step import Make, PrivateStep, Records, StepLedger, StepSummary
 from murmuration.train.storage.saving import Saving
 
 if TYPE_CHECKING:
@@ -76,8 +79,9 @@ class PrivatePhase:
         self.loader: Loader[Draw] | None = None
         self.made: PrivateStep | None = None
         """The step of this phase, once `begin` has put it together."""
-        self.stepping: PrivateStep | ProbedStep | None = None
-        """The same, at learning rates that may follow probes."""
+        self._make: Make | None = None
+        self._after: Callable[[int], None] | None = None
+        self._failed: int | None = None
 
     def again(self, plan: PrivacyPlan, keys: Derive, begun_after: int = 0) -> PrivatePhase:
         """The same model in the same engine, under another plan or other keys; this phase still owns the engine."""
@@ -89,6 +93,22 @@ class PrivatePhase:
     def prove(self, synthetic: SyntheticRecords) -> SelfTestReport:
         """The self-test. It comes before anything else touches the engine."""
         return self.core.prove(synthetic, self._settings.ranks_per_copy, self._settings.micro_batch)
+
+    def notes(self, run_key: bytes) -> list[str]:
+        """For the owner: what is kept out of swap and core dumps, and how micro-batches are computed. A failure ends
+        nothing: the limit on locked memory is the administrator's."""
+        key, dumps, totals = keep_from_swap(run_key), forbid_dumps(), self.forward.kept_from_swap
+        advice = " (raise the limit: ulimit -l unlimited; or encrypt the swap, or switch it off)"
+        told = [
+            f"core dumps of this process are {'impossible' if dumps else 'left to RLIMIT_CORE = 0'}; in memory that is "
+            f"never swapped: the run key {'yes' if key else 'no'}, the totals {'yes' if totals else 'no'}"
+            + ("" if key and totals else advice)
+        ]
+        if self.ranks.device.type == "cuda":
+            told.append(self.forward.about_graph())
+        if isinstance(self.clip, BookKeepingClip) and self.clip.blocks is not None:
+            told.append(self.clip.blocks.about())
+        return told
 
     def feed(self, reader: Reader, share: Callable[[np.ndarray], np.ndarray] | None = None) -> Loader[Draw]:
         """Reads the records of each draw ahead; all ranks call this together. `share`: which of a draw's records this
@@ -103,9 +123,11 @@ class PrivatePhase:
     def begin(
         self, journal: StepLedger | None, stop: StopRequest, records: Records[Draw] | None = None, *,
         mixing: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
+        around_step: Callable[[Make], Make] | None = None, after: Callable[[int], None] | None = None,
     ) -> PrivateStep:  # fmt: skip
         """Puts the step together. `records`: where they come from instead of what was fed. `mixing`: the engine with
-        what is mixed into its updates. `first_norm`: C of the next step, where C adapts. `noise`: an audit's own."""
+        what is mixed into its updates. `first_norm`: C of the next step, where C adapts. `noise`, `around_step`: an
+        audit's own. `after`: what belongs to a step before its weights may be seen."""
         if records is None:
             assert self.loader is not None, "feed() comes first"
             records = Records(self.loader.draw, self.loader.micro_batches).until_unreadable(stop)
@@ -114,7 +136,8 @@ class PrivatePhase:
             self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise,
             probes=None if self.rate is None else self.rate.probes,
         )  # fmt: skip
-        self.stepping = self.made if self.rate is None else ProbedStep(self.made.run, self.rate)
+        make = self.made.run if around_step is None else around_step(self.made.run)
+        self._make, self._after = make if self.rate is None else probed(make, self.rate), after
         return self.made
 
     def drawn(self, number: int) -> np.ndarray:
@@ -123,19 +146,52 @@ class PrivatePhase:
         return self.made.records.draw(number).ids
 
     def step(self, number: int, learning_rate: float) -> StepSummary:
-        """One private step. What it returns is PRIVATE: losses and norms of the drawn records, without noise."""
-        if self.stepping is None:
+        """One private step. What it returns is PRIVATE: losses and norms of the drawn records, without noise.
+
+        Whatever ends a step in its middle, its clipped sum is dropped. Unless nothing can have reached the weights, no
+        other step is made: its noise would be added to a second gradient.
+        """
+        if self._make is None:
             raise SelfTestError("no step is taken before prove() has passed; call it first")
-        return self.stepping.run(number, learning_rate)
+        self.require_whole()
+        self._failed = number
+        try:
+            summary = self._make(number, learning_rate)
+            if self._after is not None:
+                self._after(number)
+        except (Stopped, BudgetSpent):
+            self.engine.discard()
+            self._failed = None
+            raise
+        except BaseException:
+            with suppress(Exception):  # what ended the step must be seen
+                self.engine.discard()
+            raise
+        self._failed = None
+        return summary
+
+    def require_whole(self) -> None:
+        """Refused after a step that ended in its middle."""
+        if self._failed is not None:
+            raise LedgerError(
+                f"step {self._failed} failed, and its noise must not be used again; close this training and open it "
+                "anew: it continues from its last checkpoint, under new keys"
+            )
 
     def saving(
-        self, run: OpenRun, header: Callable[[], dict[str, Any]], list_unusable: Callable[[], None]
+        self, run: OpenRun, header: Callable[[], dict[str, Any]], list_unusable: Callable[[], None],
+        require: Callable[[], None] = lambda: None,
     ) -> Saving:  # fmt: skip
         """What saves this phase. `header`: what a manifest says of the run, on the main rank. `list_unusable`: lists
-        the unusable records that this rank has met, for the owner."""
+        the unusable records that this rank has met, for the owner. `require`: refuses to save."""
+
+        def whole() -> None:
+            self.require_whole()
+            require()
+
         copies = self._settings.ranks_per_copy
         return Saving.of(
-            run, self.number, self.engine, copies, lambda: header() | state_of(self.rate), list_unusable
+            run, self.number, self.engine, copies, lambda: header() | state_of(self.rate), list_unusable, whole
         )  # fmt: skip
 
     def close(self) -> None:
@@ -148,15 +204,14 @@ class PrivatePhase:
         self.close()
 
 
-class ProbedStep:
-    """A step whose learning rate follows probes of the loss (`privacy.loss_probes`)."""
+def probed(make: Make, rate: ProbedRate) -> Make:
+    """Makes steps whose learning rate follows probes of the loss (`privacy.loss_probes`)."""
 
-    def __init__(self, make: Callable[[int, float], StepSummary], rate: ProbedRate) -> None:
-        self._make, self._rate = make, rate
-
-    def run(self, step: int, learning_rate: float) -> StepSummary:
+    def made(step: int, learning_rate: float) -> StepSummary:
         """`learning_rate`: the schedule's."""
-        rate = learning_rate * self._rate.factor
-        summary = self._make(step, rate)
-        summary.released = self._rate.advance(step, rate, summary.released)
+        followed = learning_rate * rate.factor
+        summary = make(step, followed)
+        summary.released = rate.advance(step, followed, summary.released)
         return summary
+
+    return made

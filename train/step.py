@@ -21,7 +21,7 @@ from murmuration.data.draw.poisson import Draw, Ids
 from murmuration.data.store.place import UnreadableError
 from murmuration.train.clip.engine import ClipEngine, Observation
 from murmuration.train.distributed.ranks import Ranks, results_of_all
-from murmuration.train.distributed.stop import StopRequest
+from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_rule
 from murmuration.train.noise.aes import Noise
@@ -69,6 +69,10 @@ class StepLedger(Protocol):
         """Waits until the disk has what was opened."""
 
     def commit_step(self, phase: int, step: int, facts: StepFacts, share: float | None = None) -> float | None: ...
+
+
+Make = Callable[[int, float], "StepSummary"]
+"""Makes the step of a number, at a learning rate."""
 
 
 class PrivateStep:
@@ -236,8 +240,12 @@ class PlainStep:
         observed = StepSummary()
         # Without privacy, engines reduce gradients during the backward pass, so ranks meet at every micro-batch.
         micro_batches = self.records.micro_batches(self.records.draw(step).ids, step)
-        for micro_batch in self.stop.until_asked(micro_batches, self.ranks, each=True):
-            self.engine.accumulate(micro_batch)
-            observed.add(micro_batch.present, *self.engine.observe())
+        try:
+            for micro_batch in self.stop.until_asked(micro_batches, self.ranks, each=True):
+                self.engine.accumulate(micro_batch)
+                observed.add(micro_batch.present, *self.engine.observe())
+        except Stopped:
+            self.engine.discard()
+            raise
         self.engine.update(PlainUpdate(self.batch, step), learning_rate)
         return observed

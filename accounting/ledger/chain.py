@@ -23,7 +23,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from murmuration.accounting.durable import flush, naming, sync, try_lock
-from murmuration.accounting.errors import REFUSED, RunError
+from murmuration.accounting.errors import BUDGET_SPENT, REFUSED, RunError
 from murmuration.accounting.strict_json import MOST_DEPTH, JsonError
 from murmuration.accounting.strict_json import parse as parse_json
 
@@ -39,6 +39,12 @@ class LedgerError(RunError, RuntimeError):
     """The ledger cannot be trusted or used; the message names the line and the reason."""
 
     exit_code = REFUSED
+
+
+class BudgetSpent(RunError, RuntimeError):
+    """The next step would pass the planned epsilon."""
+
+    exit_code = BUDGET_SPENT
 
 
 @dataclass(frozen=True)

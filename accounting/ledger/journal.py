@@ -12,21 +12,14 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
-from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.event import Event
-from murmuration.accounting.ledger.chain import FORMAT, Ledger, LedgerEntry, LedgerError
+from murmuration.accounting.ledger.chain import FORMAT, BudgetSpent, Ledger, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
-
-
-class BudgetSpent(RunError, RuntimeError):
-    """The next step would pass the planned epsilon."""
-
-    exit_code = BUDGET_SPENT
 
 
 class Journal:

@@ -15,7 +15,7 @@ import numpy as np
 
 from murmuration.data.draw.micro_batch import EMPTY, row_count, slots
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.index.units import UnitTable
+from murmuration.data.index.unit_table import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError
 
 _AT_ONCE = 1 << 22  # records

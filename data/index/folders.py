@@ -36,7 +36,8 @@ from murmuration.data.index.format import (
     write_manifest,
 )
 from murmuration.data.index.salt import SALT, folders_of, make_salt
-from murmuration.data.index.units import Missing, as_rows, pattern_of, unit_named, unit_of_key, write_units
+from murmuration.data.index.unit_table import Missing
+from murmuration.data.index.units import as_rows, pattern_of, unit_named, unit_of_key, write_units
 from murmuration.data.store.index_files import cannot_write, index_file, make_folder, mode_between, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError
 from murmuration.data.store.tar import shown, split_name

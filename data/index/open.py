@@ -9,7 +9,8 @@ from pathlib import Path
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import FILES, FOLDER, MANIFEST, Handling, find, mend, read_manifest
 from murmuration.data.index.shard_index import ShardIndex, expand
-from murmuration.data.index.units import UnitTable, read_units, unit_named
+from murmuration.data.index.unit_table import UnitTable
+from murmuration.data.index.units import read_units, unit_named
 from murmuration.data.store.place import RecordIndex, ShardError, is_url, require_no_access
 
 

@@ -17,30 +17,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from murmuration.accounting.unit import KEY, fault_of_name
-from murmuration.data.integer_hash import mixed
+from murmuration.data.index.unit_table import AT_ONCE, FORMAT, Missing, UnitTable, chunks, digest_of
 from murmuration.data.store.index_files import index_file, open_npy, read_json
 from murmuration.data.store.place import ShardError
 
 FACTS, DIGESTS, OF, RECORDS, STARTS = (
     "units.json", "unit_digests.npy", "unit_of.npy", "unit_records.npy", "unit_starts.npy",
 )  # fmt: skip
-FORMAT = 1
 DIGEST_BYTES = 16
 NOBODY = bytes(DIGEST_BYTES)
 """Stands in place of the hash of a record that names no unit."""
-Missing = Literal["refuse", "own"]
 _PERSON = b"mur-unit-name"
 _LARGEST_JSON = 1 << 20
-_AT_ONCE = 1 << 22
 
 
 @dataclass
@@ -94,109 +90,6 @@ def _hashed(name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES, person=_PERSON).digest()
 
 
-class UnitTable:
-    """Units 0 … count - 1 and the records of each. Private, but for `count`, `by` and `missing`."""
-
-    def __init__(
-        self, by: str, missing: Missing, starts: np.ndarray, records: np.ndarray, of: np.ndarray, digest: str
-    ) -> None:
-        self.by = by
-        self.missing: Missing = missing
-        self.digest = digest
-        """Covers which records belong to which unit. Private if the records are."""
-        self._starts, self._records, self._of = starts, records, of
-
-    @staticmethod
-    def of_names(by: str, names: Sequence[object] | np.ndarray) -> UnitTable:
-        """From the unit of each record, as a program names them; units are numbered by their first record."""
-        try:
-            named = np.asarray(names)
-            if named.ndim != 1:  # a name of two parts would count as two records
-                raise ValueError(f"they have {named.ndim} dimensions")
-            _, firsts, inverse = np.unique(named, return_index=True, return_inverse=True)
-        except (TypeError, ValueError) as error:
-            raise ShardError(f"units.of needs one text or number for each record ({error})") from None
-        ranked = np.argsort(np.argsort(firsts))
-        of = ranked[inverse.reshape(-1)].astype(np.int64)
-        starts = np.concatenate([[0], np.cumsum(np.bincount(of), dtype=np.int64)])
-        return UnitTable(by, "own", starts, np.argsort(of, kind="stable").astype(np.int64), of, _digest_of(starts, of))
-
-    @property
-    def count(self) -> int:
-        return len(self._starts) - 1
-
-    @property
-    def records(self) -> int:
-        return len(self._records)
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """How many records each unit has."""
-        return np.diff(self._starts)
-
-    def records_of(self, unit: int) -> np.ndarray:
-        """The unit's records, sorted."""
-        self._require(unit)
-        return np.asarray(self._records[int(self._starts[unit]) : int(self._starts[unit + 1])])
-
-    def records_of_all(self, units: np.ndarray) -> np.ndarray:
-        """All records of several units, sorted."""
-        begin, sizes = self._starts[units], self._starts[units + 1] - self._starts[units]
-        within = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return np.sort(self._records[np.repeat(begin, sizes) + within])
-
-    def unit_of(self, record: int) -> int:
-        if not 0 <= record < len(self._of):
-            raise ShardError(f"record {record} is outside 0..{len(self._of) - 1}; the ids belong to another index")
-        return int(self._of[record])
-
-    def units_at(self, first: int, count: int) -> np.ndarray:
-        """The unit of each of so many records."""
-        return np.asarray(self._of[first : first + count])
-
-    def units_of(self, records: np.ndarray) -> np.ndarray:
-        """The units of several records, each once, sorted."""
-        return np.unique(self._of[records])
-
-    def first_records(self) -> np.ndarray:
-        """The first record of each unit; they rise."""
-        return np.asarray(self._records[self._starts[:-1]])
-
-    def chosen(self, unit: int, step_key: bytes, step: int, at_most: int) -> np.ndarray:
-        """The records that a unit contributes to a step, sorted: all, or so many of them by key; the same on any rank.
-
-        The choice bounds nothing: whichever records it takes, they are clipped as one. So it is drawn like a caption
-        among several, with the key of augmentation, and no privacy rests on it.
-        """
-        records = self.records_of(unit)
-        if len(records) <= at_most:
-            return records
-        name = struct.pack("<QQ", step, unit)
-        seed = hashlib.blake2b(name, key=step_key[:64], digest_size=16, person=b"mur-unit-rows").digest()
-        first, second = np.frombuffer(seed, dtype="<i8")
-        order = mixed(mixed(records ^ first) ^ second)
-        return np.sort(records[np.argsort(order, kind="stable")[:at_most]])
-
-    def part(self, units: np.ndarray, digest: str) -> UnitTable:
-        """The table of these units alone (sorted), with their records numbered one unit after the other."""
-        starts = np.concatenate([[0], np.cumsum(self.sizes[units], dtype=np.int64)])
-        of = np.repeat(np.arange(len(units), dtype=np.int64), np.diff(starts))
-        return UnitTable(self.by, self.missing, starts, np.arange(starts[-1], dtype=np.int64), of, digest)
-
-    def within(self, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The unit of each record and its place in it, where records are numbered by unit (see `part`)."""
-        units = self._of[records]
-        return units, records - self._starts[units]
-
-    def at(self, theirs: np.ndarray, units: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The records at these places of units of a part that has `theirs` of this table's."""
-        return np.asarray(self._records[self._starts[theirs[units]] + places])
-
-    def _require(self, unit: int) -> None:
-        if not 0 <= unit < self.count:
-            raise ShardError(f"unit {unit} is outside 0..{self.count - 1}; the numbers belong to another index")
-
-
 def group(digests: np.ndarray) -> np.ndarray:
     """The number of each record's unit, int64; units are numbered by their first record. A record that names none is
     a unit of its own."""
@@ -242,7 +135,7 @@ def write_units(
             np.save(file, values.astype("<i8", copy=False))
     facts = {
         "format": FORMAT, "manifest": manifest, "unit": by, "missing": missing, "units": len(starts) - 1,
-        "records": records, "digest": _digest_of(starts, of), "names_sha256": hashed.hexdigest(),
+        "records": records, "digest": digest_of(starts, of), "names_sha256": hashed.hexdigest(),
     }  # fmt: skip
     with index_file(target / FACTS) as file:
         file.write(json.dumps(facts).encode() + b"\n")
@@ -270,7 +163,7 @@ def read_units(folder: Path, manifest: str, records: int) -> UnitTable | None:
         raise ShardError(f"{folder / FACTS}: made for other records than those of this index; {again}")
     whole = all(each.dtype == np.dtype("<i8") for each in (of, order, starts))
     whole = whole and of.shape == order.shape == (records,) and starts.shape == (units + 1,)
-    if not whole or digest != _digest_of(starts, of) or not _sound(of, order, starts):
+    if not whole or digest != digest_of(starts, of) or not _sound(of, order, starts):
         raise ShardError(f"{folder / FACTS}: its files do not belong together; {again}")
     return UnitTable(by, missing, starts, order, of, digest)
 
@@ -310,19 +203,11 @@ def known_digests(folder: Path, manifest: str, records: int, by: str) -> np.ndar
         if not same or found.dtype != np.uint8 or found.shape != (records, DIGEST_BYTES):
             return None
         hashed = hashlib.sha256()
-        for part in _chunks(found):
+        for part in chunks(found):
             hashed.update(part.tobytes())
         return found if facts["names_sha256"] == hashed.hexdigest() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _digest_of(starts: np.ndarray, of: np.ndarray) -> str:
-    """SHA-256 over which unit each record belongs to."""
-    hashed = hashlib.sha256(f"murmuration units {FORMAT} {len(starts) - 1}\n".encode())
-    for part in _chunks(of):
-        hashed.update(part.astype("<i8", copy=False).tobytes())
-    return hashed.hexdigest()
 
 
 def _sound(of: np.ndarray, order: np.ndarray, starts: np.ndarray) -> bool:
@@ -330,10 +215,10 @@ def _sound(of: np.ndarray, order: np.ndarray, starts: np.ndarray) -> bool:
     if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(order) or np.any(starts[1:] <= starts[:-1]):
         return False
     last = -1
-    for at, part in enumerate(_chunks(order)):
+    for at, part in enumerate(chunks(order)):
         if len(part) and not (part.min() >= 0 and part.max() < len(of)):
             return False
-        first = at * _AT_ONCE
+        first = at * AT_ONCE
         units = np.searchsorted(starts, np.arange(first, first + len(part)), side="right") - 1
         begins = np.concatenate([[first == 0 or starts[units[0]] == first], units[1:] != units[:-1]])
         before = np.concatenate([[last], part[:-1]])
@@ -341,11 +226,6 @@ def _sound(of: np.ndarray, order: np.ndarray, starts: np.ndarray) -> bool:
             return False
         last = int(part[-1])
     return True
-
-
-def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(values), _AT_ONCE):
-        yield values[start : start + _AT_ONCE]
 
 
 def column_of(by: str | None) -> UnitColumn | None:

@@ -24,9 +24,9 @@ from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import RunKey, load, store
-from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.chain import BudgetSpent, Ledger, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
-from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.ledger.journal import Journal
 from tests.support.acc_world import CONFIG, DATA, PLAN, facts
 
 PHASES = 2

@@ -18,11 +18,11 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
-from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.heads import lost_charges, uncharged
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.metrics import ClippedShare
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation, slots_for

@@ -22,10 +22,10 @@ from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
-from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.metrics import ClippedShare
 from murmuration.accounting.noise import CorrelationFact, ExactGrid
 from murmuration.accounting.plan import PrivacyPlan

@@ -34,10 +34,10 @@ from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
 from murmuration.accounting.ledger import copied_run, heads
-from murmuration.accounting.ledger.chain import Ledger, LedgerError
+from murmuration.accounting.ledger.chain import BudgetSpent, Ledger, LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.strict_json import read

@@ -13,10 +13,9 @@ import pytest
 from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.event import Event
-from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
-from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.metrics import PlannedMetric
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson

@@ -14,7 +14,7 @@ from murmuration.data.batch.function_reader import FunctionReader, ReadFailsErro
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE
-from murmuration.data.index.units import UnitTable
+from murmuration.data.index.unit_table import UnitTable
 
 LIKE = {"x": torch.ones(4, 2), "y": torch.ones(4)}
 BAD = {3: "torn", 6: "empty"}

@@ -30,7 +30,8 @@ from murmuration.data.index.open import open_units, unit_known
 from murmuration.data.index.public_cut import PublicSplit
 from murmuration.data.index.public_split import SplitIndex, apart
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
-from murmuration.data.index.units import DIGESTS, FACTS, OF, RECORDS, STARTS, UnitTable, group
+from murmuration.data.index.unit_table import UnitTable
+from murmuration.data.index.units import DIGESTS, FACTS, OF, RECORDS, STARTS, group
 from murmuration.data.store.place import ShardError
 from tests.data.test_data_remote import Quiet
 

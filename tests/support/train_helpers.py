@@ -23,9 +23,9 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import Config
 from murmuration.train.core import Computation, clipping_engine
+from murmuration.train.distributed.pulse import Pulse
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.distributed.watchdog import Pulse
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.engines.forward import PlainForward, PrivateForward
@@ -202,6 +202,12 @@ class LocalEngine:
         if elements != self.trainable_elements * (self.ranks.world if self.replicated else 1):
             raise UpdateError(f"{elements} elements were finished")
         return AppliedUpdate(self.trainable_elements)
+
+    def discard(self) -> None:
+        if isinstance(self.forward, PrivateForward):
+            self.forward.clear()
+        for p in self.parameters.values():
+            p.grad = None
 
     def observe(self) -> Observation:
         observed = self.forward.observed

@@ -13,8 +13,7 @@ from murmuration.accounting.epsilon.audit_bound import AuditError
 from murmuration.accounting.epsilon.composition import NotConverged
 from murmuration.accounting.errors import BAD_INPUT, BUDGET_SPENT, REFUSED, RESUME_ME, SELF_TEST_FAILED
 from murmuration.accounting.keys import KeyFileError
-from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.data.store.place import ShardError, UnreadableError
 from murmuration.data.store.remote import ChangedShardError
 from murmuration.train.clip.rule import ClipError

@@ -6,6 +6,8 @@ import copy
 import doctest
 import json
 import math
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -42,10 +44,12 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.data.batch import dataset
 from murmuration.data.batch.function_reader import ReadFailsError
-from murmuration.train import library
-from murmuration.train import start as start_of
+from murmuration.train.clip import compiled
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.stop import Stopped
+from murmuration.train.library import records, settings
+from murmuration.train.library import start as start_of
 from murmuration.train.optim import rates
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import TorchOptimizer, UnfitOptimizerError
@@ -54,6 +58,7 @@ from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import DataBudgetError, RunLog
 from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
+from tests.support.recorded_blocks import operation_by_operation
 
 
 def random_net() -> nn.Module:
@@ -502,6 +507,52 @@ def test_probes_of_the_loss_need_one_rate(tmp_path: Path) -> None:
         own(tmp_path, loss_probes=LossProbes(), schedule=falling)
 
 
+# Compiled blocks.
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).tanh()
+
+
+class Scaled(Residual):
+    """By a number, which a recording would keep while the weights move."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.layer.weight.detach().abs().mean())
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.Sequential(*(Residual() for _ in range(3))), nn.Sequential(Scaled(), Scaled()),
+        nn.Linear(8, 1),
+    )  # fmt: skip
+
+
+def test_compiled_blocks_train_as_written_ones_do_and_the_owner_is_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "by_inductor", operation_by_operation)  # the compiler itself has tests of its own
+    begun, weights = deep().state_dict(), []
+    for how in ("off", "blocks"):
+        with own(
+            tmp_path / how, deep, computation=murmuration.Computation(compile=how), debug_seed=SEED, steps=3
+        ) as found:
+            list(found)
+            weights.append(found.weights())
+    for name, written in weights[0].items():
+        moved = float((written - begun[name]).abs().max())
+        assert float((weights[1][name] - written).abs().max()) < 1e-4 * moved, name
+    notes = [(tmp_path / how / "logs" / "private" / "notes.jsonl").read_text() for how in ("off", "blocks")]
+    assert "compiled" not in notes[0] and "core dumps" in notes[0]
+    assert "3 of 5 blocks run as compiled code; as written run inner.2.0, inner.2.1: " in notes[1]
+
+
 # The log of runs.
 
 
@@ -648,8 +699,8 @@ def test_the_loop_shows_saves_and_writes_as_the_settings_say(
     assert seen == [(1, 1, 0), (2, 2, 0), (3, 3, 0), (4, 4, 4), (5, 5, 4), (6, 6, 6)]
     told = capsys.readouterr().out
     assert "self-test passed" in told
-    lines = [line for line in told.splitlines() if line.startswith("step ")]
-    assert [line.split()[1] for line in lines] == ["2/6", "4/6", "6/6"]
+    lines = [line for line in told.splitlines() if line.startswith("training  step ")]
+    assert [line.split()[2] for line in lines] == ["2/6", "4/6", "6/6"]
     assert f"lr 8.33e-03  ε {spent:.3f} of 20" in lines[-1]
     board = EventAccumulator(str(tmp_path / "tb" / "public"))
     board.Reload()
@@ -675,6 +726,20 @@ def test_a_loop_that_was_left_goes_on_where_it_saved(tmp_path: Path) -> None:
     with own(tmp_path / "again", fixed, checkpoint_every=2, debug_seed=SEED) as found:
         assert list(found) == [3, 4, 5, 6] and list(found) == []
         assert all(torch.equal(tensor, whole[name]) for name, tensor in found.weights().items())
+
+
+def test_a_loop_that_is_asked_to_stop_saves_what_is_complete(tmp_path: Path) -> None:
+    release = [ReleasedMetric(name="loss", bound=2, noise_multiplier=4)]
+    with own(tmp_path, checkpoint_every=5, release=release) as found:
+        with pytest.raises(Stopped, match="SIGINT"):
+            for step in found:
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+        assert (found.done, found.saved) == (2, 2)
+    last = History.read(tmp_path / "ledger.jsonl")[0].last_checkpoint()
+    assert last is not None and last.step == 2
+    shown = [json.loads(line) for line in (tmp_path / "logs" / "public.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in shown if "noised_loss" in line] == [1, 2], "durable, so they are told"
 
 
 def test_nothing_is_measured_before_a_checkpoint_is_durable(tmp_path: Path) -> None:
@@ -755,7 +820,7 @@ def test_epochs_and_every_record_are_counted_in_records_or_units(tmp_path: Path)
         assert (found.plan.records, found.plan.steps) == (10, 6)
 
 
-@pytest.mark.parametrize("module", [library, start_of, rates, dataset], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [records, settings, start_of, rates, dataset], ids=lambda module: module.__name__)
 def test_the_examples_of_the_docstrings_hold(module: Any) -> None:
     failed, tried = doctest.testmod(module)
     assert not failed and tried

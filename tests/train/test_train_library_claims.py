@@ -20,10 +20,10 @@ from murmuration.accounting.sampling import RandomAllocation
 from murmuration.data.store.place import ShardError
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.section import RecipeError
+from murmuration.train.library.start import started
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import UnfitOptimizerError, described
 from murmuration.train.self_test.self_test import SelfTestError
-from murmuration.train.start import started
 from tests.support.own_module import RECORDS, SEED, Regression, X, read, run, training
 from tests.support.train_helpers import alone
 

@@ -21,7 +21,7 @@ import pytest
 from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.train.library import NUMBERS, RESTORED
+from murmuration.train.library.own_run import NUMBERS, RESTORED
 from tests.support.own_module import RATE, RECORDS, read, run, training
 
 ROOT = Path(__file__).parents[2]
@@ -219,7 +219,7 @@ def test_another_order_never_goes_on_with_an_epoch(tmp_path: Path, names: tuple[
         history = found._run.writer.history
         # Two epochs were planned; the one that was broken off is charged as well.
         assert sum(event.count for event in history.charged()) == 3
-        assert not found._continued_within()
+        assert not found._own._continued_within()
 
 
 def test_the_same_order_goes_on_with_the_epoch_and_says_whose_word_that_is(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_block_that_was_begun_is_never_gone_on_with(
         assert found.done == done and segments(tmp_path) == expected
         for number in found.steps():
             found.step(number, RATE)
-        assert not found._continued_within()
+        assert not found._own._continued_within()
 
 
 def test_an_opening_without_a_step_begins_no_further_segment(tmp_path: Path) -> None:

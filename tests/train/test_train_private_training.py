@@ -23,9 +23,8 @@ from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey
-from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import BudgetSpent
 from murmuration.accounting.noise import NoiseKind
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.data.decode.decode import BadRecord
@@ -383,14 +382,14 @@ def test_a_step_is_made_by_one_thread_and_once(tmp_path: Path) -> None:
     with training(tmp_path) as found:
         found.prove()
         entered, go, said = threading.Event(), threading.Event(), []
-        whole = found.phase.made.run
+        whole = found.phase.step
 
         def slowly(number: int, rate: float) -> Any:
             entered.set()
             go.wait(20)
             return whole(number, rate)
 
-        found.phase.made.run = slowly
+        found.phase.step = slowly
         thread = threading.Thread(target=lambda: said.append(found.step(1, RATE)))
         thread.start()
         entered.wait(20)

@@ -19,9 +19,8 @@ from murmuration.data.batch.loader import Loader
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.shard_index import build
-from murmuration.train.config.optimizer import Schedule
 from murmuration.train.run.board import Board, Feed, Pace
-from murmuration.train.run.trainer import Trainer, Watching
+from murmuration.train.run.trainer import Trainer
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.public_times import PublicTimes
 from murmuration.train.storage.run_dir import RunDir
@@ -56,6 +55,13 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: float(STARTED))
 
 
+class Charged:
+    budget = 1.39
+
+    def __call__(self) -> float:
+        return 1.0
+
+
 def trained(folder: Path, data: Path) -> dict[str, bytes]:
     """The product's sampler, reader, decoders, loop and board; a model that only waits for its pictures."""
     run_dir = RunDir(folder)
@@ -70,25 +76,17 @@ def trained(folder: Path, data: Path) -> dict[str, bytes]:
             seen.add(batch.present, batch.inputs["images"].sum((1, 2, 3)), batch.present.float())
         return seen
 
-    settings = SimpleNamespace(
-        steps=STEPS, schedule=Schedule(shape="constant", peak=0.5), data=SimpleNamespace(public=False)
-    )
     parts: dict[str, Any] = {
-        "phase": SimpleNamespace(number=0, name="private", settings=settings),
-        "step": SimpleNamespace(run=step),
-        "engine": None,
+        "name": "private", "steps": STEPS, "rates": lambda step: 0.5, "make": step,
         "saving": Saving(
             SimpleNamespace(begin=lambda *given: None, settle=lambda *given: None),  # pyright: ignore
             alone(), 0, None, True, dict, lambda *given: None,  # pyright: ignore
         ),
-        "watching": Watching(None, None),
         "board": board,
         "pace": Pace(RECORDS / 4, public=False, synthetic=1000.0, feed=Feed(lambda: loader.waited, 2)),
-        "ending": SimpleNamespace(reason=lambda: None, measured=lambda *given: None),
     }  # fmt: skip
-    trainer = Trainer(
-        ranks=alone(), every=STEPS, lag=1, log_every=5, clip_bound=1.0, spent=lambda: 1.0, budget=1.39, **parts
-    )  # fmt: skip
+    spent: Any = Charged()
+    trainer = Trainer(ranks=alone(), every=STEPS, lag=1, log_every=5, clip_bound=1.0, spent=spent, **parts)
     try:
         trainer.run(0)
     finally:

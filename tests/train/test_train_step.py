@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.journal import BudgetSpent, Journal
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
+from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.draw.samplers import make_sampler
@@ -355,10 +355,11 @@ def test_a_plain_step_takes_every_micro_batch_and_divides_once_by_the_planned_ba
     assert not torch.equal(weights(engine), before)
 
 
-def test_a_plain_step_that_is_stopped_leaves_the_weights_alone() -> None:
+def test_a_plain_step_that_is_stopped_leaves_the_weights_alone_and_no_gradient() -> None:
     engine = LocalEngine(PlainForward(Toy()), alone())
     before = weights(engine).clone()
     records = Records(lambda _: SimpleNamespace(ids=np.arange(20)), lambda ids, _: read(ids, alone()))
     with pytest.raises(Stopped):
         PlainStep(records, 16, engine, alone(), Stop(at=2)).run(1, 0.5)
     assert torch.equal(weights(engine), before)
+    assert all(parameter.grad is None for parameter in engine.parameters.values())

@@ -24,7 +24,7 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch, slots
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
-from murmuration.data.index.units import UnitTable
+from murmuration.data.index.unit_table import UnitTable
 from murmuration.train.audit.audit import Shown, Sightings, WatchedEngine, charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, Coordinates, toss
 from murmuration.train.audit.turns import SeenSegment

@@ -30,7 +30,7 @@ from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward
-from murmuration.train.library import PHASE
+from murmuration.train.library.own_run import PHASE
 from murmuration.train.planner.forecast import counted
 from murmuration.train.planner.micro_batch import MOST_ON_PROCESSORS, _fitting, largest
 from murmuration.train.recipe.ready_phase import plan_of_phase

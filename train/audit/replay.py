@@ -58,16 +58,17 @@ from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.update import Update
-from murmuration.train.private_phase import PrivatePhase, ProbedStep
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import header
-from murmuration.train.run.phase import probed_rate, trainer_of, watching_of
+from murmuration.train.run.phase import probed_rate, trainer_of
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
-from murmuration.train.run.trainer import Step
-from murmuration.train.step import StepSummary
+from murmuration.train.run.trainer import Trainer
+from murmuration.train.run.watching import PublicRecords
+from murmuration.train.step import Make, StepSummary
 from murmuration.train.storage.certify import OF_THIS_TRAINER
 from murmuration.train.storage.checkpoint import Checkpoints, Keep
 from murmuration.train.storage.public_times import PublicTimes
@@ -241,12 +242,12 @@ class _Summed:
 class Leading:
     """The first training's step, which remembers the numbers it released."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, make: Make) -> None:
+        self._make = make
         self.released: dict[str, float] = {}
 
-    def run(self, step: int, learning_rate: float) -> StepSummary:
-        summary = self._step.run(step, learning_rate)
+    def __call__(self, step: int, learning_rate: float) -> StepSummary:
+        summary = self._make(step, learning_rate)
         self.released = dict(summary.released)
         return summary
 
@@ -254,12 +255,12 @@ class Leading:
 class Following:
     """The second training's step, which ends by taking over the outputs of the first training's mechanism."""
 
-    def __init__(self, step: Step, engine: Engine, leader: Leading, leaders_engine: Engine) -> None:
-        self._step, self._engine, self._leader, self._leaders = step, engine, leader, leaders_engine
+    def __init__(self, make: Make, engine: Engine, leader: Leading, leaders_engine: Engine) -> None:
+        self._make, self._engine, self._leader, self._leaders = make, engine, leader, leaders_engine
         self.released: dict[str, list[tuple[float, float]]] = {}
 
-    def run(self, step: int, learning_rate: float) -> StepSummary:
-        summary = self._step.run(step, learning_rate)
+    def __call__(self, step: int, learning_rate: float) -> StepSummary:
+        summary = self._make(step, learning_rate)
         for one, other in zip(self._leaders.shards(), self._engine.shards(), strict=True):
             with torch.no_grad():
                 other.weights.copy_(one.weights)
@@ -279,13 +280,20 @@ class World:
     private: PrivatePhase
     step: Leading | Following
     noise: RecordedNoise
-    steps: Iterator[int]
-    """The trainer's steps; it pauses before each."""
+    trainer: Trainer
     console: StringIO = field(default_factory=StringIO)
 
-    def advance(self) -> None:
+    def __post_init__(self) -> None:
+        self._steps = self.trainer.steps_after(0)
+
+    def begin(self) -> None:
         with redirect_stdout(self.console):
-            next(self.steps, None)
+            self.trainer.save(0)
+
+    def advance(self) -> None:
+        """Makes a step; after the last one, ends the training."""
+        with redirect_stdout(self.console):
+            next(self._steps, None)
 
     @property
     def engine(self) -> SummedEngine:
@@ -301,7 +309,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
     """Makes the steps in both trainings, and writes into the report what was equal and what was not."""
     worlds = (first, second)
     for world in worlds:
-        world.advance()
+        world.begin()
     rows: list[list[list[str]]] = [[], []]
     for number in range(1, report.steps + 1):
         drawn = first.private.drawn(number)
@@ -315,6 +323,7 @@ def compare(first: World, second: World, plan: PrivacyPlan, report: ReplayReport
         squares = sum(float((sums[place] - others[place]).square().sum()) for place in sums)
         report.moves.append(math.sqrt(squares) / plan.clip_norm)
     for world in worlds:
+        world.advance()
         with redirect_stdout(world.console):
             write_last_pages(world.run)
     sinks = [public_sinks(world.run.folder.root, world.console) for world in worlds]
@@ -434,16 +443,22 @@ def _world(
     private.feed(reader)
     run = _run(config, phase, plan, key, ranks, folder)
     noise = RecordedNoise(around(private.core.noise("noise")))
-    real = private.begin(run.writer, run.stop, noise=noise)
-    step: Leading | Following = Leading(real)
-    if leader is not None and isinstance(leader.step, Leading):
-        step = Following(real, engine, leader.step, leader.engine)
-    watching = watching_of(run, phase, engine, derive, private.clip, plan, real.norm)
+    steps: list[Leading | Following] = []
+
+    def together(make: Make) -> Make:
+        """Learning rates that follow probes are around it, so that both follow the first training's."""
+        if leader is not None and isinstance(leader.step, Leading):
+            steps.append(Following(make, engine, leader.step, leader.engine))
+        else:
+            steps.append(Leading(make))
+        return steps[0]
+
+    made = private.begin(run.writer, run.stop, noise=noise, around_step=together)
+    watching = PublicRecords.of(run, phase, engine, derive, private.clip, plan, made.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
-    probed = step if rate is None else ProbedStep(step.run, rate)  # outermost: both follow the first training's rate
     saving = private.saving(run, lambda: header(run, phase), lambda: None)
-    trainer = trainer_of(run, phase, probed, engine, pace, watching, plan, rule.bound, 0, saving)
-    return World(run, private, step, noise, trainer.pausing(0))
+    trainer = trainer_of(run, phase, private.step, pace, saving, watching, 0, plan, rule.bound)
+    return World(run, private, steps[0], noise, trainer)
 
 
 def _run(

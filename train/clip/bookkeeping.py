@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportP
 from torch.nn.modules import module as every_module
 
 from murmuration.train.clip.accumulator import NormAccumulator
-from murmuration.train.clip.compiled import CompiledBlocks
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
@@ -30,6 +29,9 @@ from murmuration.train.clip.rows import rows_of
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
+
+if TYPE_CHECKING:
+    from murmuration.train.clip.compiled import CompiledBlocks
 
 # Size of the largest per-record gradient that is kept, in units of the activations and output gradients that it
 # replaces. At 1, keeping it costs no memory.
@@ -131,7 +133,10 @@ class BookKeepingClip:
                     "remove it"
                 )
         self._checked, self._held = False, None
-        self.blocks = CompiledBlocks(model, self._compiled) if self._compiled else None
+        if self._compiled:
+            from murmuration.train.clip.compiled import CompiledBlocks  # with PyTorch's compiler
+
+            self.blocks = CompiledBlocks(model, self._compiled)
         self.rule.require_groups(trainable)
 
     def add_clipped(

@@ -6,7 +6,6 @@ from typing import Literal
 
 from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 from murmuration.train.clip.engine import ClipEngine, Precision
-from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
 
 
@@ -14,10 +13,12 @@ def make_clip(
     name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0
 ) -> ClipEngine:  # fmt: skip
     """`compiled`: in micro-batches of so many records, blocks run as compiled code."""
+    # What is only for checking is not loaded otherwise: Opacus takes seconds.
     if name == "reference":
+        from murmuration.train.clip.reference import ReferenceClip
+
         return ReferenceClip(rule)
     if name == "opacus":
-        # Opacus is only for checking, and takes seconds to import.
         from murmuration.train.clip.opacus import OpacusClip
 
         return OpacusClip(rule)

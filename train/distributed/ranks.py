@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from murmuration.accounting.errors import REFUSED, RunError
-from murmuration.train.distributed.watchdog import Pulse, Store, Watchdog
+from murmuration.train.distributed.pulse import Pulse, Store
 
 T = TypeVar("T")
 # A rank that died closes its connections at once; one that is slow may be a whole step behind.
@@ -206,11 +206,3 @@ def rendezvous_store(ranks: Ranks) -> Store | None:
     """The store through which the ranks of a process group found each other; None for a single process."""
     # The private name is the only way to the store: the process group is not made by us.
     return dist.distributed_c10d._get_default_store() if ranks.world > 1 and dist.is_initialized() else None
-
-
-def watch(
-    ranks: Ranks, stall_seconds: float, ended: Callable[[str], None], asked: Callable[[], str | None]
-) -> Watchdog:  # fmt: skip
-    """Starts a watchdog; through the store, the ranks show each other that they are alive."""
-    store = rendezvous_store(ranks) or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    return Watchdog(ranks.rank, ranks.world, ranks.pulse, store, stall_seconds, ended, asked).start()

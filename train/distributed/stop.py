@@ -19,8 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from murmuration.train.distributed.pulse import Store
 from murmuration.train.distributed.ranks import Ranks, rendezvous_store
-from murmuration.train.distributed.watchdog import Store
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Seconds between two looks into the store.

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.clip.compiled import repeated_blocks
 from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation, Precision, autocast
 from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.base import evaluating
-from murmuration.train.engines.micro_batch_graph import CudaRecorder, MicroBatchGraph, Recorder
-from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import UpdateError
+
+if TYPE_CHECKING:  # an engine that shards brings its sums along
+    from murmuration.train.engines.micro_batch_graph import MicroBatchGraph, Recorder
+    from murmuration.train.engines.sharded_sums import ShardedSums
 
 # Micro-batches that may be on their way to the device: their inputs are kept until they are settled.
 AHEAD = 2
@@ -89,9 +91,11 @@ class PrivateForward(nn.Module):
         """`sharded`: the sums, where the model is sharded, so that calling it is a collective operation."""
         wanted = device.type == "cuda" if self._defer is None else self._defer
         self._defer = wanted and sharded is None
-        recorder = CudaRecorder(device) if device.type == "cuda" and self._recorder is None else self._recorder
-        if self._graph and self._defer and recorder is not None and isinstance(self.clip, DeferringClip):
-            self.graph = MicroBatchGraph(self.clip, recorder)
+        recorded = self._graph and self._defer and (device.type == "cuda" or self._recorder is not None)
+        if recorded and isinstance(self.clip, DeferringClip):
+            from murmuration.train.engines.micro_batch_graph import CudaRecorder, MicroBatchGraph
+
+            self.graph = MicroBatchGraph(self.clip, self._recorder or CudaRecorder(device))
         self.sums = ExactSums(self.shapes, device) if sharded is None else sharded
         self.kept_from_swap = self.sums.keep_from_swap()
 
@@ -102,14 +106,14 @@ class PrivateForward(nn.Module):
         """`turn`: whose totals alone are handed over (`GradientInjector`)."""
         if inputs is None or present is None:
             self.settle()
-            return self.handover(self.sums.spread() if isinstance(self.sums, ShardedSums) else self.sums.totals, turn)
+            return self.handover(self.sums.totals if isinstance(self.sums, ExactSums) else self.sums.spread(), turn)
         if self._defer and isinstance(self.clip, DeferringClip) and isinstance(self.sums, ExactSums):
             self.settle(but=AHEAD - 1)
             adding = self.graph or self.clip
             self.observed = adding.add_if_ordinary(self.model, inputs, present, self.sums, rule)
             self._unsettled.append(_Unsettled(inputs, present, rule, self.model.training, self.observed))
         else:
-            if isinstance(self.sums, ShardedSums):
+            if not isinstance(self.sums, ExactSums):
                 self.sums.begin_micro_batch(len(present))
             self.observed = self.clip.add_clipped(self.model, inputs, present, self.sums, rule)
         return torch.zeros((), device=present.device)
@@ -132,7 +136,7 @@ class PrivateForward(nn.Module):
 
     @property
     def sharded_sums(self) -> ShardedSums:
-        assert isinstance(self.sums, ShardedSums), "every rank has the totals of a whole model"
+        assert not isinstance(self.sums, ExactSums), "every rank has the totals of a whole model"
         return self.sums
 
     def clear(self) -> None:
@@ -264,8 +268,11 @@ class PlainForward(nn.Module):
     def __init__(self, model: nn.Module, precision: Precision = "fp32", compiled: bool = False) -> None:
         super().__init__()
         self.model = model
-        for block in repeated_blocks(model) if compiled else ():
-            block.compile(dynamic=False)  # blocks of other shapes have code of their own
+        if compiled:
+            from murmuration.train.clip.compiled import repeated_blocks
+
+            for block in repeated_blocks(model):
+                block.compile(dynamic=False)  # blocks of other shapes have code of their own
         self.precision: Precision = precision
         self.shapes = trainable_shapes(model)
         self.observed: Tensor | None = None

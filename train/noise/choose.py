@@ -15,7 +15,6 @@ from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import AESNoise, Noise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
-from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 
 
@@ -30,16 +29,19 @@ class NoiseSource(NamedTuple):
 SOURCES: dict[NoiseKind, NoiseSource] = {
     "aes": NoiseSource(lambda key, plan, _: AESNoise.of(key, plan), AESNoise.of_metric, NoiseAhead),
     "chacha20": NoiseSource(lambda key, plan, _: ChaChaNoise.of(key, plan), AESNoise.of_metric, None),
-    "exact": NoiseSource(ExactNoise.of, ExactNoise.of_metric, NoiseAhead),
 }
 
 
 def source_for(kind: NoiseKind, plan: PrivacyPlan) -> NoiseSource:
     """Refuses a source that does not draw what the plan charges for."""
-    if kind not in SOURCES:
+    if kind not in get_args(NoiseKind):
         raise PlanError(f"noise {kind!r} is none of {', '.join(get_args(NoiseKind))}")
     if (kind == "exact") != (plan.noise.growth > 0):
         raise PlanError("the noise is exact if and only if the plan charges for its grid; make the plan with run.noise")
+    if kind == "exact":
+        from murmuration.train.noise.exact import ExactNoise  # with tables of its own
+
+        return NoiseSource(ExactNoise.of, ExactNoise.of_metric, NoiseAhead)
     return SOURCES[kind]
 
 

@@ -19,10 +19,8 @@ from murmuration.train.distributed.cores import groups_of
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.planner.memory import GIB, memory_of
 from murmuration.train.planner.rows import Batch
-from murmuration.train.storage.micro_batch_file import KEY, keep, kept
+from murmuration.train.storage.micro_batch_file import KEY, MOST_ON_PROCESSORS, found_once, kept
 
-MOST_ON_PROCESSORS = 64
-"""Rows beyond this fill no more of a processor's vector units; what a GPU gains, it gains up to its memory."""
 SHARE_OF_MAIN_MEMORY = 0.5
 """The rest is for the processes that decode, and for the system's cache of the shards."""
 
@@ -34,15 +32,11 @@ def settled(config: Config, run_dir: Path, ranks: Ranks) -> Config:
     room = min(ranks.gather(_room()))
     gpus = all(ranks.gather(ranks.device.type == "cuda"))
 
-    def find() -> int:
-        known = kept(run_dir)
-        found = known or largest(config, ranks.world, room, gpus)
-        print(f"{KEY}: {_in_words(found, known, room)}", flush=True)
-        if known is None:
-            keep(run_dir, found)
-        return found
-
-    return _with(config, ranks.on_main(find))
+    found, known = found_once(run_dir, ranks, lambda: ranks.on_main(lambda: largest(config, ranks.world, room, gpus)))
+    if ranks.main:
+        why = "as the run began" if known else f"as {room / GIB:.1f} GiB a rank allow"
+        print(f"{KEY}: {found} rows ({why})", flush=True)
+    return _with(config, found)
 
 
 def on_this_machine(config: Config, run_dir: Path) -> Config:
@@ -108,11 +102,6 @@ def main_memory(root: Path = Path("/")) -> Sequence[float]:
                 if (text := (folder / name).read_text().strip()).isdecimal():
                     found.append(float(text))
     return found
-
-
-def _in_words(found: int, known: int | None, room: float) -> str:
-    why = f"as {room / GIB:.1f} GiB a rank allow" if known is None else "as the run began"
-    return f"{found} rows ({why})"
 
 
 def _with(config: Config, rows: int) -> Config:

@@ -15,7 +15,7 @@ from murmuration.data.index.open import open_index
 from murmuration.data.index.open import open_units as open_table
 from murmuration.data.index.public_split import SplitIndex, places_of, public_share
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.index.units import UnitTable
+from murmuration.data.index.unit_table import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.store.remote import read_on_the_way
 from murmuration.data.synthetic.index import SyntheticIndex

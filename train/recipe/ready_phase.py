@@ -27,7 +27,7 @@ from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digest_of, ledger_digests
 from murmuration.data.index.public_split import SplitIndex, apart, places_of
 from murmuration.data.index.shard_index import shared_shard
-from murmuration.data.index.units import UnitTable
+from murmuration.data.index.unit_table import UnitTable
 from murmuration.data.store.place import RecordIndex, Shard
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import SettingsError, Shape

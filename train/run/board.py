@@ -183,12 +183,6 @@ class Board:
             self._listed = BadRecordList(self._run_dir, rank)
         self._listed.add(phase, reasons)
 
-    def note(self, phase: str, text: str) -> None:
-        """A note for the owner about how the run is protected, with nothing about its records."""
-        if self._main:
-            with open_private(self._run_dir.private_logs / "notes.jsonl") as file:
-                file.write(json.dumps({"phase": phase, "note": text}) + "\n")
-
     def say(self, text: str) -> None:
         """The console is a public sink."""
         if self._main:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.ledger.lines import PublicUse, Word
 from murmuration.accounting.plan import PrivacyPlan
@@ -12,7 +11,6 @@ from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData, ShardData
-from murmuration.train.config.privacy import Privacy
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.pixels import as_json
 from murmuration.train.recipe.ready_phase import ReadyPhase, plan_of_phase
@@ -22,56 +20,35 @@ from murmuration.train.storage.sibling_runs import RunLog
 
 
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
-    """Declares the phase in the ledger and returns its plan, which is frozen there. Plans of later phases are declared
-    before the first step, too: they depend on no output."""
-    privacy = phase.settings.privacy
-    records = run.contents(phase)["data"]
-    _declare_origins(run, phase)
-    log = RunLog.of(phase.index, run.config.run.registry)
+    """On the main rank: declares the phase in the ledger and returns its plan; None without one."""
+    privacy, start = phase.settings.privacy, phase.start
+    contents, asked = run.contents(phase), run.config.run
+    log, public = RunLog.of(phase.index, asked.registry), public_uses(phase)
+    without_noise, origins = (start.without_noise, start.origins) if start is not None else ((), ())
     if privacy is None:
+        run.declare_start(phase.name, without_noise, origins)
         if not phase.settings.data.public:
-            run.enter_log(log, phase.name, None, records)
-        run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, records)
-        declare_public_uses(run, phase)
+            run.enter_log(log, phase.name, None, contents["data"])
+        run.writer.declare_nonprivate(phase.number, phase.name, phase.settings.data.public, contents["data"])
+        for use, digest in public.items():
+            run.writer.declare_public(phase.number, use, digest)
         return None
-    plan = _declare_plan(run, phase, privacy)
-    declare_public_uses(run, phase)
-    for host in hosts_of(phase.index):
-        run.writer.declare_store(phase.number, host)
-    asked = run.config.run
+    where, units = f"phases.{phase.number}", contents.get("units", "")
     words: dict[Word, bool] = {
         "private_curves": asked.private_curves or run.folder.has_private_curves(),
         "keep_key": asked.keep_key,
         "witness": asked.witness is not None,
     }
-    for word, holds in words.items():
-        if holds:
-            run.writer.declare_word(word)
-    run.enter_log(log, phase.name, plan, records)
-    return plan
+    return run.declare(
+        phase.number, phase.name,
+        lambda known: plan_of_phase(phase.settings, privacy, phase.n, where, known, asked.noise, units),
+        log, contents["data"], without_noise=without_noise, origins=origins, public=public,
+        stores=hosts_of(phase.index), words=[word for word, holds in words.items() if holds],
+    )  # fmt: skip
 
 
-def _declare_origins(run: RunContext, phase: ReadyPhase) -> None:
-    """The runs whose weights the phase begins with, and what these had used without noise."""
-    if phase.start is None:
-        return
-    run.writer.declare_earlier(phase.start.without_noise)
-    for origin in phase.start.origins:
-        if run.writer.declare_origin(origin):
-            run.board.say(f"{phase.name}  {origin.deviation()}")
-
-
-def _declare_plan(run: RunContext, phase: ReadyPhase, privacy: Privacy) -> PrivacyPlan:
-    known = run.writer.history.plans.get(phase.number)
-    where, noise = f"phases.{phase.number}", run.config.run.noise
-    units = run.contents(phase).get("units", "")
-    plan = plan_of_phase(phase.settings, privacy, phase.n, where, known, noise, units)
-    run.writer.declare_plan(phase.number, phase.name, plan, describe("pld"))
-    return plan
-
-
-def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
-    """Declares what the config says is public, apart from the phase's own records."""
+def public_uses(phase: ReadyPhase) -> dict[PublicUse, str]:
+    """What the config says is public, apart from the phase's own records: digests."""
     records: dict[PublicUse, RecordIndex | None] = {
         "evaluation": phase.held_out,
         "monitor": phase.monitored,
@@ -85,8 +62,7 @@ def declare_public_uses(run: RunContext, phase: ReadyPhase) -> None:
         found["weights"] = phase.start.digest
     if isinstance(data, ShardData) and data.classes_public and phase.label_list is not None:
         found["classes"] = phase.label_list.digest
-    for use, digest in found.items():
-        run.writer.declare_public(phase.number, use, digest)
+    return found
 
 
 def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.epsilon.accountant import epsilon, merge
-from murmuration.accounting.event import Event
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
-from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Loader, PublicOrder, Reader
 from murmuration.data.batch.reader import BatchReader
@@ -30,8 +25,7 @@ from murmuration.data.store.place import ShardError
 from murmuration.model.build import build
 from murmuration.model.statistics_head import StatisticsHead
 from murmuration.model.trainable import select
-from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.engine import ClipEngine, Observation
+from murmuration.train.clip.engine import Observation
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.optimizer import Carry
@@ -39,32 +33,31 @@ from murmuration.train.config.phase import SolvedHead
 from murmuration.train.config.privacy import Privacy
 from murmuration.train.core import Computation
 from murmuration.train.distributed.cores import own_cores
-from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, on_all
 from murmuration.train.engines.base import AppliedUpdate, Engine, OptimizerShard
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
-from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
+from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
-from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.pixels import IMAGENET, in_words
 from murmuration.train.recipe.read_options import public_epochs, rank_plan, reading_options, with_stream_order
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule
 from murmuration.train.recipe.warm_start import hand_over
 from murmuration.train.run.board import Feed, Pace
-from murmuration.train.run.cached_features import FeatureReader, HeldOutFeatures, feature_reader, held_out_features
+from murmuration.train.run.cached_features import FeatureReader, feature_reader, held_out_features
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
 from murmuration.train.run.early_end import Ending
 from murmuration.train.run.public_mixing import MixingEngine
-from murmuration.train.run.trainer import Step, Trainer, Watching
+from murmuration.train.run.trainer import Spent, Trainer
+from murmuration.train.run.watching import PublicRecords
 from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.step import PlainStep, Records
+from murmuration.train.step import Make, PlainStep, Records
 from murmuration.train.storage.checkpoint import Loaded
 from murmuration.train.storage.saving import Saving
 
@@ -107,7 +100,6 @@ def train_privately(
                 rate=probed_rate(phase, plan, own),
             )
         )  # fmt: skip
-        _note_memory(run, phase, private.forward.kept_from_swap)
         proved = _prove(run, phase, private, reader)
         if settings.features is None:
             require_same_records(run, phase, segment, done, private.core.sampler())
@@ -120,26 +112,12 @@ def train_privately(
             run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, own)
         )  # fmt: skip
         _restore(loaded, resumed, private.engine, settings.optimizer.carry)
-        watching = watching_of(
+        watching = PublicRecords.of(
             run, phase, private.engine, derive, private.clip, plan, step.norm, held_out
         )  # fmt: skip
         pace = _pace(run, loader, plan.divisor, public=False, synthetic=proved)
         saving = private.saving(run, lambda: header(run, phase), _lister(run, phase, reader))
-        trainer_of(
-            run, phase, private.stepping or step, private.engine, pace, watching, plan, rule.bound, done, saving
-        ).run(done)  # fmt: skip
-
-
-def _note_memory(run: RunContext, phase: ReadyPhase, totals: bool) -> None:
-    """Tries to keep the run key out of swap and the process out of core dumps, and notes what succeeded. A failure ends
-    nothing: the limit on locked memory is the administrator's."""
-    key, dumps = keep_from_swap(run.key.secret), forbid_dumps()
-    run.board.note(
-        phase.name,
-        f"core dumps of this process are {'impossible' if dumps else 'left to RLIMIT_CORE = 0'}; in memory that is "
-        f"never swapped: the run key {'yes' if key else 'no'}, the totals {'yes' if totals else 'no'}"
-        + ("" if key and totals else " (raise the limit: ulimit -l unlimited; or encrypt the swap, or switch it off)"),
-    )
+        trainer_of(run, phase, private.step, pace, saving, watching, done, plan, rule.bound).run(done)
 
 
 def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded: Loaded | None, resumed: bool) -> None:
@@ -166,11 +144,11 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
-        watching = watching_of(run, phase, engine, derive, None, None, stored=held_out)
+        watching = PublicRecords.of(run, phase, engine, derive, stored=held_out)
         pace = _pace(run, loader, batch, settings.data.public)
         copies, lister = EngineSettings.of(config).ranks_per_copy, _lister(run, phase, reader)
         saving = Saving.of(run, phase.number, engine, copies, lambda: header(run, phase), lister)
-        trainer_of(run, phase, step, engine, pace, watching, None, None, done, saving).run(done)
+        trainer_of(run, phase, step.run, pace, saving, watching, done).run(done)
 
 
 def _reader(
@@ -223,43 +201,23 @@ def _prove(
     if isinstance(reader, FeatureReader):
         synthetic = SyntheticRecords.of_features(reader.stored.features.shape[1], phase.shape.head.classes)
     report = private.prove(synthetic)
-    run.board.say(
-        f"{phase.name}  self-test passed: σ measured {report.measured_sigma:.3f} (planned "
-        f"{private.plan.noise_multiplier:.3f}), hostile records move the sum by at most "
-        f"{report.largest_hostile:.3f}·C, {report.written_out:.0%} of the synthetic records needed their gradients "
-        "written out"
-    )
-    if run.ranks.device.type == "cuda":
-        run.board.note(phase.name, private.forward.about_graph())
-    if isinstance(private.clip, BookKeepingClip) and private.clip.blocks is not None:
-        run.board.note(phase.name, private.clip.blocks.about())
+    run.board.say(f"{phase.name}  {report.in_words(private.plan.noise_multiplier)}")
+    for note in private.notes(run.key.secret):
+        run.note(phase.name, note)
     return report.records_per_second
 
 
-def watching_of(
-    run: RunContext, phase: ReadyPhase, engine: Engine, derive: Derive,
-    clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
-    stored: HeldOutFeatures | None = None,
-) -> Watching:  # fmt: skip
-    """What is measured on public records at checkpoints."""
-    micro_batch, masks = run.config.micro_batch, derive("public-masks")
-    parts = phase, engine, run.ranks, micro_batch, masks, clip, plan, norm
-    return Watching(
-        PublicEvaluator(*parts, run.config.run.precision, stored) if phase.held_out is not None else None,
-        LossMonitor(*parts) if phase.monitored is not None else None,
-    )
-
-
 def trainer_of(
-    run: RunContext, phase: ReadyPhase, step: Step, engine: Engine, pace: Pace, watching: Watching,
-    plan: PrivacyPlan | None, clip_bound: float | None, done: int, saving: Saving,
+    run: RunContext, phase: ReadyPhase, make: Make, pace: Pace, saving: Saving, watching: PublicRecords, done: int,
+    plan: PrivacyPlan | None = None, clip_bound: float | None = None,
 ) -> Trainer:  # fmt: skip
-    config = run.config.run
+    config, settings = run.config.run, phase.settings
     return Trainer(
-        phase, step, engine, run.ranks, run.board, pace, saving, watching,
-        Ending.of(phase, run.folder, run.ranks, done), every=config.checkpoint_every, lag=config.checkpoint_lag,
-        log_every=config.log_every, clip_bound=clip_bound, budget=plan.epsilon_budget if plan else None,
-        spent=Spent(lambda: run.writer.history, config.log_every) if plan else lambda: None,
+        phase.name, settings.steps, partial(learning_rate, settings.schedule, settings.steps), make, run.ranks,
+        run.board, pace, saving, watching, Ending.of(phase, run.folder, run.ranks, done),
+        every=config.checkpoint_every, lag=config.checkpoint_lag, log_every=config.log_every, clip_bound=clip_bound,
+        public=settings.data.public,
+        spent=Spent(lambda: run.writer.history, plan.epsilon_budget, config.log_every) if plan else None,
     )  # fmt: skip
 
 
@@ -268,34 +226,6 @@ def probed_rate(phase: ReadyPhase, plan: PrivacyPlan, loaded: Loaded | None = No
     if (privacy := phase.settings.privacy) is None:
         return None
     return ProbedRate.of(privacy.loss_probes, plan, None if loaded is None else loaded.manifest.get(STATE))
-
-
-class Spent:
-    """The epsilon of a log line: of every step opened so far, without letting the ranks wait for it.
-
-    Composing tens of thousands of steps takes a second or two, in which no rank trains. So the epsilon of the next log
-    line is computed in a thread while the steps up to it run, on the assumption that each is charged like the last one.
-    Where that turns out wrong, it is computed when it is asked for. Called on the main rank, which holds the ledger.
-    """
-
-    def __init__(self, history: Callable[[], History], every: int) -> None:
-        """`every`: how many steps lie between two log lines."""
-        self._history, self._every = history, every
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="epsilon")
-        self._ahead: tuple[list[Event], Future[float]] | None = None
-
-    def __call__(self) -> float:
-        history = self._history()
-        charged = history.charged()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == charged and ahead[1].exception() is None:
-            found = ahead[1].result()
-        else:
-            found = history.epsilon()
-        if (last := history.last_charge()) is not None:
-            expected = merge([*charged, replace(last, count=history.charges_of_next(self._every))])
-            self._ahead = (expected, self._thread.submit(epsilon, expected, history.delta()))
-        return found
 
 
 # The model of a phase: fresh, from its own checkpoint, or with the weights of the phase before; and what is trained.
@@ -450,15 +380,13 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
     elif loaded is not None:
         hand_over(loaded.weights(), model)
     engine = StillEngine(model, ranks.device)
-    measured: dict[str, float] = {}
-    unusable = None
+    evaluator = None
     if phase.held_out is not None:
         key = run.derive(phase.number, None)("public-masks")
-        micro_batch = run.config.micro_batch
-        evaluator = PublicEvaluator(phase, engine, ranks, micro_batch, key, None, None)
-        measured, unusable = evaluator.measure(), evaluator.news_of_unusable()
+        evaluator = PublicEvaluator(phase, engine, ranks, run.config.micro_batch, key, None, None)
+    watching = PublicRecords(phase.settings, run.board, evaluator)
+    measured = watching.measure()
     saving = Saving.of(run, phase.number, engine, 1, lambda: header(run, phase), lambda: None)
     saving.begin(0)
     saving.settle(measured)
-    if measured:
-        run.board.measured(phase.settings, 0, measured, unusable)
+    watching.publish(0)

@@ -8,8 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import html_sections
 from murmuration.accounting.durable import atomic
@@ -20,10 +18,10 @@ from murmuration.data.store.place import is_url, without_access
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.recipe.ready_phase import ReadyPhase
-from murmuration.train.run.board import Board
+from murmuration.train.run.context import RunContext
 from murmuration.train.run.report_figures import answers_of, figure
 from murmuration.train.run.report_pictures import samples
-from murmuration.train.storage.certify import certify
+from murmuration.train.storage.certify import Told, finish
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded
 from murmuration.train.storage.run_dir import RunDir, measurements
 from murmuration.train.storage.sibling_runs import RunLog
@@ -133,44 +131,37 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
 # After the last step: public captions, the certificate, the report, all of them from the durable checkpoint.
 
 
-def write_certificate(
-    config: Config, phases: list[ReadyPhase], run_dir: RunDir, journal: Journal, latest: Loaded, board: Board
-) -> None:
+def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> certificate.Verdict:
+    """On the main rank. What is shown is written with the certificate, while another one could still be signed."""
+    config, run_dir, board = run.config, run.folder, run.board
     shown = samples(phases, latest)
     run_dir.evaluation.write_text(json.dumps(shown) + "\n")
-    document = certify(
-        run_dir, journal, [RunLog.of(phase.index, config.run.registry) for phase in phases if phase.private],
-        lambda: _described(config, phases, latest, board.times.day),
-        lambda: [latest, *_best(config, run_dir, journal, latest)],
+
+    def publish(document: dict[str, Any]) -> None:
+        write_report(run_dir, config, document, shown)
+        told = certificate.markdown(document)
+        board.certified(told, phases[latest.position.phase].name, latest.position.step, shown)
+        # The claim and what it rests on; what it means in plain words is in the files.
+        board.say(told.partition("## What this means")[0])
+        for text in outcomes(config, read_curves(run_dir)):
+            board.say(text)
+
+    return finish(
+        run, [RunLog.of(phase.index, config.run.registry) for phase in phases if phase.private], latest,
+        lambda: _told(config, phases, latest), others=lambda: _best(config, run_dir, run.writer, latest),
+        keep_key=config.run.keep_key, publish=publish,
     )  # fmt: skip
-    write_report(run_dir, config, document, shown)
-    told = certificate.markdown(document)
-    board.certified(told, phases[latest.position.phase].name, latest.position.step, shown)
-    # The claim and what it rests on; what it means in plain words is in the files.
-    board.say(told.partition("## What this means")[0])
-    for text in outcomes(config, read_curves(run_dir)):
-        board.say(text)
 
 
-def _described(config: Config, phases: list[ReadyPhase], latest: Loaded, day: str) -> dict[str, Any]:
-    """What the ledger does not contain."""
+def _told(config: Config, phases: list[ReadyPhase], latest: Loaded) -> Told:
     identity = json.dumps(config.model_dump(by_alias=True), sort_keys=True).encode()
     contents = {phase.name: phase.contents() for phase in phases}
     mixed = {name: found["mixed"] for name, found in contents.items() if "mixed" in found}
-    return {
-        "about": {"data": config.about.data, "owner": config.about.owner},
-        "model": _model(config, latest),
-        # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
-        "dates": {"last_start": day},
-        "engine": str(EngineSettings.of(config)),
-        "machine": f"{'cuda' if torch.cuda.is_available() else 'cpu (gloo)'}; not yet proved on several GPUs",
-        "hashes": {
-            "config_sha256": hashlib.sha256(identity).hexdigest(),
-            "data_manifests": {name: found["data"] for name, found in contents.items()},
-            **({"mixed_in": mixed} if mixed else {}),
-            "checkpoint_manifest_sha256": latest.digest,
-        },
-    }
+    return Told(
+        _model(config, latest), EngineSettings.of(config), {name: found["data"] for name, found in contents.items()},
+        config.about.data, config.about.owner, {"config_sha256": hashlib.sha256(identity).hexdigest()},
+        {"mixed_in": mixed} if mixed else {},
+    )  # fmt: skip
 
 
 def _model(config: Config, latest: Loaded) -> str:

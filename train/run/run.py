@@ -8,25 +8,23 @@ import shlex
 from importlib.metadata import version
 from pathlib import Path
 
-from murmuration.accounting.certificate import certificate
 from murmuration.accounting.epsilon.accountant import round_up
-from murmuration.accounting.keys import destroy
-from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.journal import BudgetSpent
+from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.train.config.root import Config
-from murmuration.train.distributed.ranks import Ranks, lost_rank, raised_on_all_ranks, watch
+from murmuration.train.distributed.ranks import Ranks, lost_rank
 from murmuration.train.distributed.rendezvous import open_to_others
 from murmuration.train.distributed.stop import Stopped, StopRequest
+from murmuration.train.distributed.watchdog import watch
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare
 from murmuration.train.run.early_end import asked_for
 from murmuration.train.run.phase import train_phase
-from murmuration.train.run.report import NEXT, shown_config, write_certificate
+from murmuration.train.run.report import NEXT, certified, shown_config
 from murmuration.train.run.witness import Witness
-from murmuration.train.storage.checkpoint import CheckpointError, Keep
+from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
 
@@ -70,12 +68,12 @@ def run_all(
     finally:
         with contextlib.suppress(OSError):  # a full disk has its own error, which this must not hide
             tell_state(run, **state)
-            _settle_times(run)
+            run.settle_times()
     _conclude(run, phases)
     tell_state(run, status="done" if spent is None else "budget spent")
     ranks.barrier()
     run.board.close()
-    _settle_times(run)
+    run.close()
     if spent is not None:
         raise spent
 
@@ -95,7 +93,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
             if phase.private and (plan := run.ranks.on_main(lambda phase=phase: declare(run, phase))) is not None:
                 run.board.say(f"{phase.name}  protects {plan.unit}: n = {plan.records:,}")
         run.ranks.on_main(lambda: _declare_choices(run))
-        run.ranks.on_main(lambda: _tell_objection(run))
+        run.ranks.on_main(run.tell_objection)
         run.ranks.on_main(lambda: run.board.describe(shown_config(run.config), *_compared(run, phases)))
         for phase in phases:
             loaded = run.latest_checkpoint()
@@ -128,17 +126,12 @@ def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | 
 
 def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
     """Writes the certificate and the report; after that, nothing needs the key any more."""
-    latest = run.checkpoints.latest()
-    if latest is None:
-        raise raised_on_all_ranks(CheckpointError(f"{run.checkpoints.folder} contains no checkpoint; restore one"))
+    latest = run.newest()
     if latest.position.phase >= len(phases):
         raise LedgerError("the config has fewer phases than the run; give the config that it was trained with")
     if not run.ranks.main:
         return
-    write_certificate(run.config, phases, run.folder, run.writer, latest, run.board)
-    if not run.config.run.keep_key and destroy(run.folder.key):
-        run.board.say("the run key is destroyed: nobody can redraw the noise")
-    verdict = certificate.verify(run.folder.root)
+    verdict = certified(run, phases, latest)
     if verdict.objection:
         run.board.say(verdict.objection)
     else:
@@ -176,13 +169,6 @@ def _tell_measured(run: RunContext) -> None:
         run.checkpoints.times.stamp(run.folder.state_file)
 
 
-def _settle_times(run: RunContext) -> None:
-    """Sets public times on all files but the checkpoints, which have theirs already: with new times, backups would copy
-    them again."""
-    if run.ranks.main:
-        run.checkpoints.times.stamp_all(run.folder.root, but=(run.folder.checkpoints.name,))
-
-
 def _compared(run: RunContext, phases: list[ReadyPhase]) -> tuple[dict[str, str | float], list[str]]:
     """Settings by which people compare runs, and the measurements of the last phase that they compare."""
     settings: dict[str, str | float] = {"model": run.config.model.title}
@@ -215,13 +201,6 @@ def _declare_choices(run: RunContext) -> None:
         run.board.say(
             f"chosen among several private runs: ε = {round_up(cost):g} will be claimed for the planned steps"
         )
-
-
-def _tell_objection(run: RunContext) -> None:
-    """What the certificate will say is known before the first step, while another config costs nothing."""
-    history = run.writer.history
-    if (history.plans or run.key.debug) and (objection := history.why_not_private()) is not None:
-        run.board.say(objection)
 
 
 def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:

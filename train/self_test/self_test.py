@@ -56,6 +56,13 @@ class SelfTestReport:
     written_out: float
     """Share of the synthetic records whose norm took the slow path."""
 
+    def in_words(self, planned_sigma: float) -> str:
+        return (
+            f"self-test passed: σ measured {self.measured_sigma:.3f} (planned {planned_sigma:.3f}), hostile records "
+            f"move the sum by at most {self.largest_hostile:.3f}·C, {self.written_out:.0%} of the synthetic records "
+            "needed their gradients written out"
+        )
+
 
 def self_test(
     engine: Engine, clip: ClipEngine, noise: Noise, ranks_per_copy: int, records: SyntheticRecords,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.strict_json import parse
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, rounding_allowance
+from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.storage.checkpoint_read import Loaded
+from murmuration.train.storage.open_run import OpenRun
 from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import RunLog
 
@@ -47,6 +50,55 @@ RETIRED = (
 )
 NO_LOG = "No log of runs outside the run directory is known, so other runs on the same records are not known."
 OF_THIS_TRAINER = (ALLOWANCE, KERNELS, WATCHED, SECRET_FOLDER)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a certificate says of a run and the ledger does not contain."""
+
+    model: str
+    engine: EngineSettings
+    records: dict[str, str]
+    """Digests of the records of each phase, as the ledger has them."""
+    data: str | None
+    """What they are, in the owner's words."""
+    owner: str | None
+    config: dict[str, Any] = field(default_factory=dict)
+    """The config's digest."""
+    others: dict[str, Any] = field(default_factory=dict)
+    """Digests of other records."""
+
+
+def finish(
+    run: OpenRun, logs: Sequence[RunLog], newest: Loaded, told: Callable[[], Told], *,
+    others: Callable[[], list[Loaded]] = list, deviations: Sequence[str] = (), keep_key: bool = False,
+    publish: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> certificate.Verdict:  # fmt: skip
+    """On the main rank: certifies the run, destroys its key, and verifies it all from the ledger alone. `others`:
+    checkpoints beside the newest one whose weights may be exported. `publish`: shows the certificate, while the key
+    still exists."""
+
+    def describe() -> dict[str, Any]:
+        found = told()
+        return {
+            "about": {"data": found.data, "owner": found.owner},
+            "model": found.model,
+            # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
+            "dates": {"last_start": run.checkpoints.times.day},
+            "engine": str(found.engine),
+            "machine": f"{'cuda' if run.ranks.device.type == 'cuda' else 'cpu (gloo)'}; not yet proved on several GPUs",
+            "hashes": {
+                **found.config,
+                "data_manifests": found.records,
+                **found.others,
+                "checkpoint_manifest_sha256": newest.digest,
+            },
+        }
+
+    publish(certify(run.folder, run.writer, logs, describe, lambda: [newest, *others()], deviations))
+    if not keep_key and destroy(run.folder.key):
+        run.say("the run key is destroyed: nobody can redraw the noise")
+    return certificate.verify(run.folder.root)
 
 
 def certify(

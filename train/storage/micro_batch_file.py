@@ -4,13 +4,17 @@ and written beside the ledger, where every later start finds it, whatever memory
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.train.config.section import RecipeError
+from murmuration.train.distributed.ranks import Ranks
 
 NAME = "micro_batch.json"
+MOST_ON_PROCESSORS = 64
+"""Rows beyond this fill no more of a processor's vector units; what a GPU gains, it gains up to its memory."""
 KEY = "train_micro_batch_size_per_gpu"
 
 
@@ -28,7 +32,17 @@ def kept(run_dir: Path) -> int | None:
     return number
 
 
-def keep(run_dir: Path, number: int) -> None:
+def found_once(run_dir: Path, ranks: Ranks, find: Callable[[], int]) -> tuple[int, bool]:
+    """The run's own number, and whether it had one; else that which `find` gives on all ranks together. Kept."""
+    known = ranks.on_main(lambda: kept(run_dir))
+    if known is not None:
+        return known, True
+    found = find()
+    ranks.on_main(lambda: _keep(run_dir, found))
+    return found, False
+
+
+def _keep(run_dir: Path, number: int) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     with atomic(run_dir / NAME) as file:
         file.write(json.dumps({KEY: number}).encode() + b"\n")

@@ -7,15 +7,18 @@ lost. A checkpoint older than the newest one is used only if a new segment was d
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.days import day_of
+from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load, rewrite
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
@@ -32,7 +35,8 @@ from murmuration.accounting.ledger.heads import (
     remember,
 )
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.lines import RecordDigests
+from murmuration.accounting.ledger.lines import PublicUse, RecordDigests, Word
+from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import parse, read
 from murmuration.accounting.unit import RECORD
@@ -40,7 +44,7 @@ from murmuration.train.distributed.memory import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
 from murmuration.train.storage.checkpoint_read import ledger_of
-from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.run_dir import RunDir, open_private
 from murmuration.train.storage.sibling_runs import RunLog
 
 LOCK_WAIT_SECONDS = 60
@@ -88,6 +92,12 @@ class OpenRun:
         """The console is a public sink."""
         if self.ranks.main:
             print(printable_lines(text), flush=True)
+
+    def note(self, phase: str, text: str) -> None:
+        """For the owner: how the run is protected and computed, with nothing about its records."""
+        if self.ranks.main:
+            with open_private(self.folder.private_logs / "notes.jsonl") as file:
+                file.write(json.dumps({"phase": phase, "note": text}) + "\n")
 
     def derive(self, phase: int, segment: Segment | None, done: int = 0) -> key_chain.PhaseKeys:
         """The keys of a phase, on all ranks together; those of its private steps after `done` are derived per step."""
@@ -229,6 +239,49 @@ class OpenRun:
         known = self.writer.history.progress[segment.phase, segment.number]
         return known.opened > known.begun
 
+    def declare(
+        self, phase: int, name: str, make: Callable[[PrivacyPlan | None], PrivacyPlan], log: RunLog, records: str, *,
+        without_noise: Iterable[str] = (), origins: Iterable[Origin] = (),
+        public: Mapping[PublicUse, str] = MappingProxyType({}), stores: Iterable[str] = (), words: Iterable[Word] = (),
+    ) -> PrivacyPlan:  # fmt: skip
+        """On the main rank: all that the ledger must know of a private phase before its first step; returns its plan,
+        which is frozen there. Plans of later phases are declared then, too: they depend on no output.
+
+        `make`: makes the plan, given the one that the ledger knows. `records`: their digest in the ledger. Of its
+        initial weights: `origins`, the runs that made them, and the digests of what these used `without_noise`.
+        `public`: digests of what else is used without noise. `stores`: the hosts that hold the records.
+        """
+        writer = self.writer
+        finished = writer.history.finished
+        if not finished:
+            self.declare_start(name, without_noise, origins)
+        plan = make(writer.history.plans.get(phase))
+        writer.declare_plan(phase, name, plan, describe("pld"))
+        if finished:
+            return plan
+        for use, digest in public.items():
+            writer.declare_public(phase, use, digest)
+        for host in stores:
+            writer.declare_store(phase, host)
+        for word in words:
+            writer.declare_word(word)
+        self.enter_log(log, name, plan, records)
+        return plan
+
+    def declare_start(self, name: str, without_noise: Iterable[str], origins: Iterable[Origin]) -> None:
+        """On the main rank: where the initial weights of a phase come from."""
+        self.writer.declare_earlier(without_noise)
+        for origin in origins:
+            if self.writer.declare_origin(origin):
+                self.say(f"{name}  {origin.deviation()}")
+
+    def tell_objection(self) -> None:
+        """On the main rank: what the certificate will say is known before the first step, while another config costs
+        nothing."""
+        history = self.writer.history
+        if (history.plans or self.key.debug) and (objection := history.why_not_private()) is not None:
+            self.say(objection)
+
     def enter_log(self, log: RunLog, phase: str, plan: PrivacyPlan | None, records: str) -> None:
         """On the main rank: registers a phase in the log of all runs on its records, within their budget, and has the
         log note the ledger from here on. `plan`: None for a phase without noise on private records. `records`: their
@@ -287,6 +340,13 @@ class OpenRun:
         ranks.require_same("the last checkpoint (is the run directory shared?)", loaded.digest if loaded else None)
         return loaded
 
+    def newest(self) -> Loaded:
+        """Its last checkpoint, at the end of a run."""
+        found = self.checkpoints.latest()
+        if found is None:
+            raise raised_on_all_ranks(CheckpointError(f"{self.checkpoints.folder} contains no checkpoint; restore one"))
+        return found
+
     def recover(self, measured: CheckpointMeasure = nothing_measured) -> None:
         """Restores pointer and folders to what the ledger says. It names every checkpoint before the pointer does."""
         history = self.writer.history
@@ -304,6 +364,20 @@ class OpenRun:
         reason = self.checkpoints.recover(named, of)
         if reason is not None:
             self.say(f"{reason}; rebuilt from the checkpoints that the ledger names")
+
+    def settle_times(self) -> None:
+        """Sets public times on all files but the checkpoints, which have theirs already: with new times, backups would
+        copy them again."""
+        if self.ranks.main:
+            self.checkpoints.times.stamp_all(self.folder.root, but=(self.folder.checkpoints.name,))
+
+    def close(self) -> None:
+        """Lets go of keys and of the ledger's lock; the run can be continued."""
+        if self.chain is not None:
+            self.chain.close()
+        if self.journal is not None:
+            self.journal.ledger.close()
+        self.settle_times()
 
 
 def open_run(

@@ -31,23 +31,29 @@ class Saving:
     """Forgets the keys of durable steps, on all ranks together."""
     list_unusable: Callable[[], None] = lambda: None
     """Lists the unusable records that this rank has met so far, for the owner, who need not wait for the end."""
+    require: Callable[[], None] = lambda: None
+    """Refuses to save a state that is not whole, on every rank."""
     writing: int | None = None
     """The step whose weights are being written."""
+    saved: int = 0
+    """The step whose weights were saved last."""
 
     @staticmethod
     def of(
         run: OpenRun, phase: int, engine: Engine, ranks_per_copy: int, header: Callable[[], dict[str, Any]],
-        list_unusable: Callable[[], None],
+        list_unusable: Callable[[], None], require: Callable[[], None] = lambda: None,
     ) -> Saving:  # fmt: skip
         def checkpointed(step: int, digest: str) -> None:
             run.writer.checkpointed(phase, step, digest)
 
         return Saving(
-            run.checkpoints, run.ranks, phase, engine, ranks_per_copy, header, checkpointed, run.forget, list_unusable
-        )
+            run.checkpoints, run.ranks, phase, engine, ranks_per_copy, header, checkpointed, run.forget, list_unusable,
+            require,
+        )  # fmt: skip
 
     def begin(self, step: int) -> None:
         """Copies what is to be saved; weights may change as soon as this returns."""
+        self.require()
         header = self.ranks.on_main(self.header)
         self.checkpoints.begin(Position(self.phase, step), self.engine, self.ranks_per_copy, header)
         self.writing = step
@@ -57,6 +63,7 @@ class Saving:
         step, self.writing = self.writing, None
         assert step is not None, "nothing was begun"
         digest = self.checkpoints.settle(lambda found: self.checkpointed(step, found), measured)
+        self.saved = step
         self.forget(step)  # from here on these steps are never made again
         self.list_unusable()
         return digest

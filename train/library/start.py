@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
@@ -62,31 +61,30 @@ class Started:
     unexplained: frozenset[str] = frozenset()
     """Tensors that neither proved to be random nor were read from a run or export."""
 
-    def declare(self, journal: Journal, phase: int, records: str) -> None:
-        """On the main rank. `records`: the digest of the records that the phase protects."""
-        if self.weights is not None:
-            if records in self.weights.protected:
-                raise RecipeError(
-                    f"{self.weights.path} was trained on the very records of this run, and what it spent would have to "
-                    "be added; continue that run, or start from other weights"
-                )
-            if records in self.weights.without_noise or self.weights.undeclared is not None:
-                raise RecipeError(
-                    f"{self.weights.path} used records without noise ({self.weights.undeclared or 'these very ones'}); "
-                    "start from other weights"
-                )
-            journal.declare_earlier(self.weights.without_noise)
-            for origin in self.weights.origins:
-                journal.declare_origin(origin)
-        if self.use is not None:
-            journal.declare_public(phase, self.use, _digest(self.model.state_dict(), self.why))
+    def checked(self, records: str) -> WarmStart | None:
+        """The weights' own run or export; refused if it used the records of this digest."""
+        if (weights := self.weights) is None:
+            return None
+        if records in weights.protected:
+            raise RecipeError(
+                f"{weights.path} was trained on the very records of this run, and what it spent would have to be "
+                "added; continue that run, or start from other weights"
+            )
+        if records in weights.without_noise or weights.undeclared is not None:
+            raise RecipeError(
+                f"{weights.path} used records without noise ({weights.undeclared or 'these very ones'}); start from "
+                "other weights"
+            )
+        return weights
 
-    def declare_unsaved(self, journal: Journal, phase: int) -> None:
-        """On the main rank, where a run goes on: buffers that no checkpoint holds are the program's own."""
-        saved = self.model.state_dict().keys()
-        unsaved = {name: tensor for name, tensor in _tensors(self.model).items() if name in self.unexplained - saved}
-        if unsaved:
-            journal.declare_public(phase, "unknown-weights", _digest(unsaved, self.why))
+    def uses(self, saved: bool) -> dict[PublicUse, str]:
+        """Digests of the weights that have no ledger of their own. `saved`: a checkpoint has all that a run had; but
+        buffers that no checkpoint holds are the program's own again."""
+        if not saved:
+            return {} if self.use is None else {self.use: _digest(self.model.state_dict(), self.why)}
+        held = self.model.state_dict().keys()
+        unsaved = {name: tensor for name, tensor in _tensors(self.model).items() if name in self.unexplained - held}
+        return {"unknown-weights": _digest(unsaved, self.why)} if unsaved else {}
 
 
 def started(
