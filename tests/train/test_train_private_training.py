@@ -142,7 +142,7 @@ def test_a_finished_run_says_the_same_again_and_trains_no_more(tmp_path: Path) -
     assert first.certified == first.epsilon == verify(tmp_path).epsilon and 19 < first.epsilon <= 20
     assert not (tmp_path / "secret" / "run.key").exists()
     certified = json.loads((tmp_path / "certificate.json").read_text())
-    assert certified["model"] == "Regression, 57 parameters"
+    assert certified["model"] == "Regression, 8,401 parameters"
     assert "responsible: a clinic" in (tmp_path / "certificate.md").read_text()
     with training(tmp_path) as found:
         assert list(found.steps()) == [] and found.finish() == first
