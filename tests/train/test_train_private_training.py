@@ -340,21 +340,17 @@ def _write_into(model: nn.Module, name: str) -> None:
     ("change", "what"),
     [
         (lambda model: _write_into(model, "frozen"), "the parameter frozen"),
-        (lambda model: _write_into(model, "inner.weight"), "the parameter inner.weight"),
+        (lambda model: _write_into(model, "layers.0.weight"), "the parameter layers.0.weight"),
         (lambda model: model.register_forward_hook(lambda *given: None), "the hooks _forward_hooks"),
         (lambda model: model.notes.append(1), "the attribute notes"),
     ],
 )
 def test_nothing_but_the_step_changes_the_model(tmp_path: Path, change: Any, what: str) -> None:
-    class Noting(nn.Module):
+    class Noting(Regression):
         def __init__(self) -> None:
             super().__init__()
             self.notes: list[int] = []
-            self.inner = nn.Linear(5, 1)
             self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-            return (self.inner(inputs["x"]).squeeze(1) - inputs["y"]).square()
 
     model = Noting()
     with training(tmp_path, model) as found:
