@@ -7,8 +7,6 @@ import hmac
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -424,24 +422,6 @@ def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None
         training(tmp_path, steps=9)
     with pytest.raises(LedgerError, match="configured differently"):
         training(tmp_path, micro_batch=16)
-
-
-def test_the_example_runs_from_another_folder_without_deepspeed(tmp_path: Path) -> None:
-    program = (
-        "import runpy, sys\n"
-        f"sys.argv = ['own_model.py', {str(tmp_path / 'run')!r}]\n"
-        f"runpy.run_path({str(ROOT / 'docs' / 'own_model.py')!r}, run_name='__main__')\n"
-        "assert not any(name.split('.')[0] == 'deepspeed' for name in sys.modules)\n"
-        "import torch; assert not torch.distributed.is_initialized()"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    verdict = verify(tmp_path / "run")
-    assert verdict.opened == verdict.committed == 100 and 3.9 < verdict.epsilon <= 4 == verdict.claimed
-    assert f"epsilon={verdict.epsilon!r}" in done.stdout
 
 
 def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_floating_point(tmp_path: Path) -> None:
