@@ -76,7 +76,7 @@ KERNEL_TESTS := tests/accounting/test_acc_composition.py $(addprefix tests/train
     sums.py clip.py clip_norms.py clip_rule.py clip_parity_half.py engines.py step.py sensitivity.py optim.py)
 
 test-kernels: $(READY)
-	@OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
 	    -m "not slow" -q -n auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS)
 
 # Thirty dearest tests by processor seconds, and the sum of each group; WRITE=--write makes tests/times.json anew.
