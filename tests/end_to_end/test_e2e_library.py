@@ -18,13 +18,18 @@ from tests.support.launching import ROOT, by_launcher, environment, printed, run
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_worker("library_worker.py", str(tmp_path_factory.mktemp("ranks")))
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_worker("library_worker.py", str(folder)) | {"folder": folder}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_engine_moves_the_weights_as_one_process_does(tmp_path: Path, results: dict[str, Any], name: str) -> None:
+    """Under the same promise."""
     expected = trained(tmp_path, stops=(4,), optimizer=OPTIMIZERS[name])
+    alone = verify(tmp_path)
     for engine in ENGINES:
+        verdict = verify(results["folder"] / f"{engine}-{name}")
+        assert verdict.epsilon == alone.epsilon and verdict.opened == verdict.committed == 4, engine
         for parameter, weights in results["weights"][f"{engine} {name}"].items():
             close = torch.allclose(torch.tensor(weights), torch.tensor(expected[parameter]), rtol=1e-5, atol=1e-6)
             assert close, (engine, parameter)
