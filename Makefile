@@ -34,33 +34,38 @@ demo: $(READY)
 	@test -e $(CAPTIONS)/result.json || $(BIN)/python launch/evaluate.py caption runs/demo --out $(CAPTIONS) \
 	    --config ds_configs/demo.json --data demo_data/held_out --public --records 48
 
-lint: $(READY)
+lint: $(READY) build/types-checked
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check -q . || { echo "run: .venv/bin/ruff format ."; exit 1; }
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/basedpyright --level error
 
-# What starts no launcher shares the cores; runs of several processes then take turns, and their threads do not wait for
-# each other by spinning. Tests start Python many times: its compiled files are kept even where the environment forbids
-# it.
+# Nearly all of lint's time. A folder is younger than the stamp when a file in it came or went.
+build/types-checked: $(READY) $(shell find -L murmuration \( -name '*.py' -o -type d ! -name __pycache__ \) -print)
+	@NODE_OPTIONS=--max-semi-space-size=64 $(BIN)/basedpyright --level error
+	@mkdir -p $(@D) && touch $@
+
+# What starts no launcher shares the cores; then come runs of several processes, fewer at once since their ranks share
+# them too, and their threads do not wait for each other by spinning. Tests start Python many times: its compiled files
+# are kept even where the environment forbids it.
+AT_ONCE := -n auto --maxprocesses 4 --dist loadfile
 define run_tests
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q \
 	    -n auto --maxprocesses 8 --dist $(2) --ignore tests/end_to_end
 	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive PATH="$(BIN):$$PATH" \
-	    $(BIN)/python -m pytest -m $(1) -q tests/end_to_end
+	    $(BIN)/python -m pytest -m $(1) -q $(3) tests/end_to_end
 endef
 
 # What the privacy claim rests on, in minutes: tests/conftest.py names it.
 test: lint test-core
 
 test-core: $(READY)
-	$(call run_tests,"core and not slow",worksteal)
+	$(call run_tests,"core and not slow",worksteal,)
 
 # Everything but the slow tests: the core, then the rest.
 test-full: test test-rest
 
 test-rest: $(READY)
-	$(call run_tests,"not core and not slow",loadfile)
+	$(call run_tests,"not core and not slow",loadfile,$(AT_ONCE))
 
 # Which kernels PyTorch, oneDNN, MKL, OpenBLAS and NumPy take depends on the processor, and they add and round in other
 # orders. With the oldest of each, which every x86-64 has, a test that holds on one processor alone shows itself.
@@ -71,7 +76,7 @@ KERNEL_TESTS := tests/accounting/test_acc_composition.py $(addprefix tests/train
     sums.py clip.py clip_norms.py clip_rule.py clip_parity_half.py engines.py step.py sensitivity.py optim.py)
 
 test-kernels: $(READY)
-	@OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
 	    -m "not slow" -q -n auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS)
 
 # Thirty dearest tests by processor seconds, and the sum of each group; WRITE=--write makes tests/times.json anew.
@@ -80,7 +85,7 @@ test-times: $(READY)
 	@$(BIN)/python -m tests.times $(WRITE)
 
 test-slow: $(READY)
-	$(call run_tests,"slow",loadfile)
+	$(call run_tests,"slow",loadfile,)
 
 # A finding is written to tests/fuzz/corpus, which make test-full runs again.
 fuzz: $(READY)

@@ -19,8 +19,9 @@ from tests.times import ROOT, Times, unit
 MINUTES = 60.0
 USED = 0.85
 """The part of the time that is planned: imports of workers and uneven ends are not in the table."""
-RUNS_AT_ONCE = 1.25
-"""Cores that end-to-end runs keep busy: their two ranks wait for each other, and tests take turns."""
+WORKERS, OF_EACH = 4, 1.25
+"""End-to-end tests run by so many processes at the most (Makefile), each of which keeps so many cores busy: two ranks
+wait for each other."""
 COLLECTION = 30.0
 """Seconds until a call of pytest has imported what it collects, on the machine of the table."""
 
@@ -67,7 +68,7 @@ def planned(table: Times, own_unit: float, cores: int, number: int, files: int) 
     slower = own_unit / table.unit
 
     def minutes(group: str) -> float:
-        at_once = {"end to end": min(cores, RUNS_AT_ONCE), "lint": 1}.get(group, cores)
+        at_once = {"end to end": min(cores, WORKERS * OF_EACH), "lint": 1}.get(group, cores)
         return table.groups.get(group, [0, 0.0])[1] * slower / at_once / 60
 
     count = max(1.0, table.groups.get("end to end", [1, 0.0])[0])

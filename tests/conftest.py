@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -94,6 +95,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("core")
         if item.path.is_relative_to(TESTS / "contrib"):  # what no recipe uses is tried by `make test-slow` alone
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays. The library collects and looks through all objects at every start and save, which took
+    most of a toy run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

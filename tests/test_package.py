@@ -51,10 +51,22 @@ def test_nothing_lands_beside_the_one_name(installed: Path) -> None:
     assert Path(found.strip()).is_relative_to(packages)
 
 
+WITHOUT_DEEPSPEED = """
+import runpy, sys
+sys.argv = ["own_model.py", "run"]
+runpy.run_path("own_model.py", run_name="__main__")
+assert not any(name.split(".")[0] == "deepspeed" for name in sys.modules)
+import torch
+assert not torch.distributed.is_initialized()
+"""
+
+
 def test_a_program_of_ones_own_trains_and_its_certificate_verifies(installed: Path, tmp_path: Path) -> None:
     shutil.copy(ROOT / "docs" / "own_model.py", tmp_path)
-    run(installed / "bin" / "python", "own_model.py", "run", cwd=tmp_path)
-    assert verify(tmp_path / "run").committed == 100
+    told = run(installed / "bin" / "python", "-c", WITHOUT_DEEPSPEED, cwd=tmp_path)
+    verdict = verify(tmp_path / "run")
+    assert verdict.opened == verdict.committed == 100 and 3.9 < verdict.epsilon <= 4 == verdict.claimed
+    assert f"epsilon={verdict.epsilon!r}" in told
     said = run(installed / "bin" / "murmuration", "account", "verify", "run", cwd=tmp_path, code=7)
     assert "the certificate agrees" in said
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, merge
@@ -23,6 +24,7 @@ from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.unit import noun
 
+T = TypeVar("T")
 GROUPS = (2, 5, 10)
 DELTAS = (1e-5, 1e-6, 1e-8, 1e-10)
 SPENT = "every step that the ledger opened"
@@ -36,7 +38,7 @@ def limits(history: History, claimed: float) -> dict[str, Any]:
     """Limits for the certificate of a run whose ledger charges an epsilon; `claimed` is the headline epsilon."""
     events, holds_for = claimed_events(history)
     delta = history.claimed_delta()
-    curve = trade_off.of_point(claimed, delta) if events is None else trade_off.of_events(events, delta)
+    curve = trade_off.of_point(claimed, delta) if events is None else _known(events, trade_off.of_events, delta)
     rows = [{f"{noun(history.unit)}s": k, **group_row(history, events, delta, k)} for k in GROUPS]
     others = [{"delta": d, **row(lambda d=d: _known(events, epsilon, d))} for d in DELTAS]
     return {
@@ -109,9 +111,15 @@ def curve_of(certificate: dict[str, Any]) -> TradeOff:
     return trade_off.of_point(claim["epsilon_claimed"] or 0.0, delta_of(claim) or 1.0)
 
 
-def _known(events: Sequence[Event] | None, compute: Callable[..., float], *asked: float) -> float:
+def _known(events: Sequence[Event] | None, compute: Callable[..., T], *asked: float) -> T:
     if events is None:
         raise AccountingError("nothing but the (ε, δ) of the claim is proved")
+    return _computed(tuple(events), compute, *asked)
+
+
+@lru_cache(maxsize=64)
+def _computed(events: tuple[Event, ...], compute: Callable[..., T], *asked: float) -> T:
+    """Kept, since a certificate is verified as soon as it is written."""
     return compute(events, *asked)
 
 

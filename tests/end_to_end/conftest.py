@@ -62,10 +62,10 @@ def launch(tmp_path: Path, small_config: dict[str, Any]) -> Callable[..., tuple[
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, small_config: dict[str, Any]) -> tuple[Path, str]:
-    """An uninterrupted run by `deepspeed`, from a folder that is not the repository's; and what it printed."""
+    """An uninterrupted run, from a folder that is not the repository's; and what it printed."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "whole.json").write_text(json.dumps(small_config))
-    code, output = Launch(folder / "whole.json", folder, launcher="deepspeed").run()
+    code, output = Launch(folder / "whole.json", folder).run()
     assert code == 0, output
     return folder / "runs" / "whole", output
 

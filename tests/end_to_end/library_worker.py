@@ -23,6 +23,7 @@ from tests.support.own_module import Regression, X, Y, training
 
 ENGINES: dict[str, dict[str, Any]] = {
     "zero0": {"engine": "deepspeed", "zero": ZeroOptimization(stage=0)},
+    "zero1": {"engine": "deepspeed", "zero": ZeroOptimization(stage=1)},
     "zero2": {"engine": "deepspeed", "zero": ZeroOptimization(stage=2)},
     "zero3": {"engine": "deepspeed", "zero": ZeroOptimization(stage=3)},
     "fsdp2": {"engine": "fsdp2"},

@@ -24,8 +24,8 @@ from tests.support.runs import account
 
 Make = Callable[..., tuple[Launch, Path]]
 LOCAL = ["--set", 'run.engine="local"']
-# Enough that a run which is stopped twice, by a test that may be late, still has some before it.
-STEPS = 40
+# A run that is stopped twice still has some before it.
+STEPS = 14
 
 
 @pytest.fixture

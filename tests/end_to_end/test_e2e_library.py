@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,24 @@ import torch
 
 from murmuration.accounting.certificate.certificate import verify
 from tests.end_to_end.library_worker import ENGINES, OPTIMIZERS, trained
-from tests.support.launching import BIN, ROOT, environment, run_worker
+from tests.support import forking
+from tests.support.launching import ROOT, by_launcher, environment, printed, run_worker
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_worker("library_worker.py", str(tmp_path_factory.mktemp("ranks")))
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_worker("library_worker.py", str(folder)) | {"folder": folder}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_engine_moves_the_weights_as_one_process_does(tmp_path: Path, results: dict[str, Any], name: str) -> None:
+    """Under the same promise."""
     expected = trained(tmp_path, stops=(4,), optimizer=OPTIMIZERS[name])
+    alone = verify(tmp_path)
     for engine in ENGINES:
+        verdict = verify(results["folder"] / f"{engine}-{name}")
+        assert verdict.epsilon == alone.epsilon and verdict.opened == verdict.committed == 4, engine
         for parameter, weights in results["weights"][f"{engine} {name}"].items():
             close = torch.allclose(torch.tensor(weights), torch.tensor(expected[parameter]), rtol=1e-5, atol=1e-6)
             assert close, (engine, parameter)
@@ -39,12 +46,12 @@ def test_ranks_that_began_with_other_weights_train_those_of_the_first(results: d
         assert one == other, engine
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
-def test_the_example_runs_on_two_ranks_by_torchrun(tmp_path: Path, engine: str) -> None:
-    started = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-    command = [*started, "-m", "docs.own_model", str(tmp_path / "run"), engine]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("engine, launcher", [("deepspeed", "torchrun"), ("fsdp2", "forked")])
+def test_the_example_runs_on_two_ranks(tmp_path: Path, engine: str, launcher: str) -> None:
+    command = by_launcher(launcher, 2, ["-m", "docs.own_model", str(tmp_path / "run"), engine])
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    start = subprocess.Popen if launcher == "torchrun" else partial(forking.start, ranks=2)
+    output, errors = printed(start(command, cwd=ROOT, env=environment(), start_new_session=True, **streams))
+    assert "step 100/100" in output, output + errors
     verdict = verify(tmp_path / "run")
     assert verdict.opened == verdict.committed == 100 and 3.9 < verdict.epsilon <= 4
-    assert "step 100/100" in done.stdout

@@ -40,7 +40,7 @@ def test_a_run_of_one_process_is_continued_by_two_of_deepspeed(launch: Make) -> 
 
 
 def test_several_processes_of_it_are_refused_in_a_sentence(launch: Make) -> None:
-    job, run_dir = launch("two", launcher="torchrun", arguments=LOCAL["arguments"])
+    job, run_dir = launch("two", arguments=LOCAL["arguments"])
     code, output = job.run()
     assert code != 0 and 'run.engine = "local" is one process, but 2 were started' in output
     assert not (run_dir / "ledger.jsonl").exists()

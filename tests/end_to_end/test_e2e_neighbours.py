@@ -75,7 +75,8 @@ def sinks(folder: Path, odd: tuple[bytes, bytes]) -> dict[str, bytes]:
         },
         "phases": [{
             "name": "private", "data": {"path": str(data), "label": "finding", "reading": {"workers": 0}},
-            "objective": "classify", "privacy": {"epsilon": 8.0, "expected_batch": RECORDS // 2},
+            "objective": "classify",
+            "privacy": {"epsilon": 8.0, "expected_batch": RECORDS // 2, "noise_multiplier": 0.6},
             "schedule": {"peak": 0.1}, "steps": STEPS,
         }],
         "run": {"engine": "local", "checkpoint_every": 2, "debug_seed": 5},

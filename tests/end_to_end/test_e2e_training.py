@@ -1,4 +1,4 @@
-"""A whole run through real launchers with two processes: finished, stopped, killed, resumed, verified."""
+"""A whole run with two processes, and one by a real launcher: finished, stopped, killed, resumed, verified."""
 
 from __future__ import annotations
 

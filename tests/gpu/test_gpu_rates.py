@@ -23,6 +23,7 @@ TOTAL, LEFT_OUT, RATIO = 0.04, 0.05, 0.02
 CLOCK = 0.1
 
 
+@pytest.mark.slow  # counts every model that was measured, for a table that a GPU alone can change
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 def test_committed_rates_are_those_that_the_command_finds(benchmark: Callable[[str], ModuleType]) -> None:
     program = benchmark("gpu_rates")

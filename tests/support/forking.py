@@ -37,8 +37,11 @@ READ_AT_IMPORT = (
 )  # fmt: skip
 
 # With one thread no library starts others at import; a forked process takes as many as it would have, and they do not
-# wait for each other by turning round.
-AT_IMPORT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "OPENBLAS_THREAD_TIMEOUT": "4"}
+# wait for each other by turning round. PyTorch's compiler would start processes that import everything again.
+AT_IMPORT = {
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "OPENBLAS_THREAD_TIMEOUT": "4",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}  # fmt: skip
 
 
 class Server:

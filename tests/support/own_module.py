@@ -13,6 +13,8 @@ import murmuration
 from murmuration import BandedNoise, Clip, Optimizer, OptimizerParams, Privacy, Settings
 
 RECORDS, SEED, RATE = 60, 7, 0.05
+WIDE = 1200
+"""So many weights give the self-test its draws in two empty steps; of few it takes over a hundred."""
 X = torch.randn(RECORDS, 5, generator=torch.Generator().manual_seed(1))
 Y = X[:, 0] - 0.5 * X[:, 1]
 
@@ -21,7 +23,7 @@ class Regression(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.layers = nn.Sequential(nn.Linear(5, WIDE), nn.Tanh(), nn.Linear(WIDE, 1))
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         return (self.layers(inputs["x"]).squeeze(1) - inputs["y"]).square()

@@ -54,6 +54,7 @@ def test_a_run_gives_every_row_with_every_key(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_views_are_measured_on_the_same_number_of_rows() -> None:
     done = run("--smoke", "--json", "--models", "last_layer", "--rounds", "1", "--views", "2,4", "--rows", "8")
     assert done.returncode == 0, done.stderr
