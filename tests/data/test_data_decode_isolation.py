@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -93,8 +94,10 @@ def test_bad_records_and_nothing_else(picture: Callable[..., bytes]) -> None:
     words = {1: "SIGSEGV", 4: "SIGABRT", 5: "exit code 3", 8: "0.6 s of computing", 11: "bytes"}
     assert set(deeds.values()) == DEEDS.keys() - {b"KILL", b"REST"}
     files = [deeds.get(record, picture(record)) for record in range(14)]
-    with pool(2) as made:
+    with pool(2) as made, patch.object(made, "_start", side_effect=made._start) as starts:
         got = _together(made, files, 1)
+    # Each that dies is tried alone, and the others in a fresh process; what the last one lacked memory for, alone.
+    assert starts.call_count == 1 + 2 * 4 + 1
     for record, result in enumerate(got):
         if record in deeds:
             assert isinstance(result, str) and words[record] in result
@@ -107,9 +110,11 @@ def test_a_message_may_take_longer_than_a_record_may(picture: Callable[..., byte
     files = [b"NAPS" + picture(record) for record in range(6)]
     with pool(1, replace(QUICK, wall_seconds=1.0)) as made:
         before = _children()
+        made.picture(picture(0))
+        workers = _children() - before
         got = _together(made, files, 1)
-        (worker,) = _children() - before
-    assert all(np.array_equal(one, PICTURES.make(files[n][4:], 1, n)) for n, one in enumerate(got)), worker
+        assert _children() - before == workers
+    assert all(np.array_equal(one, PICTURES.make(files[n][4:], 1, n)) for n, one in enumerate(got))
 
 
 def test_a_decoder_that_sleeps_is_bad(picture: Callable[..., bytes]) -> None:
