@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
+from murmuration.data.decode.resize import resized
+
 AugmentKind = Literal["none", "center", "random_resized_crop", "inception_crop"]
 KINDS: tuple[AugmentKind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
 # The smallest and largest share of the area that a random crop keeps.
@@ -72,10 +74,14 @@ class View:
             return _cut_from_resized(image, size, *self.resized)
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
         box = (left, top, min(right, image.width), min(bottom, image.height))
-        if not box == (0, 0, size, size) == (0, 0, *image.size):
-            image = image.resize((size, size), Image.Resampling.BICUBIC, box=box)
-        out = np.asarray(image)
-        return np.ascontiguousarray(out[:, ::-1]) if self.flip else out
+        whole = box == (0, 0, size, size) == (0, 0, *image.size)
+        out = np.asarray(image) if whole else resized(image, box, size)
+        if not self.flip:
+            return out
+        mirrored = np.empty_like(out)
+        for channel in range(3):  # NumPy turns rows of three bytes five times more slowly than planes
+            mirrored[..., channel] = out[:, ::-1, channel]
+        return mirrored
 
 
 def _cut_from_resized(image: Image.Image, size: int, wide: int, high: int, left: int, top: int) -> np.ndarray:

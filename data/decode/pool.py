@@ -47,6 +47,14 @@ MOST = 16
 # Not resolved: in a checkout `murmuration/data` is a link to `data`, and the package lies beside it.
 _ROOT = str(Path(__file__).absolute().parents[3])
 _START_SECONDS = 120.0
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "",
+    # Freed memory is kept for the next picture: the kernel would clear each page again, a tenth of the decoding.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+}
 # How much later than the process's own timers the parent acts: by then only a stopped process is still alive.
 _GRACE = 1.5
 
@@ -99,7 +107,7 @@ class DecodeProcess:
                 [sys.executable, "-c", code, str(theirs.fileno()), str(shared)],
                 pass_fds=(theirs.fileno(), shared),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": ""},
+                env={**os.environ, **_ENVIRONMENT},
             )  # fmt: skip
         finally:
             theirs.close()
