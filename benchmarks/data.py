@@ -3,8 +3,9 @@
     python benchmarks/data.py --quick --out benchmarks/results/data.json
     python benchmarks/data.py --large        how long one huge picture takes, in ordinary ones; in seconds
 
-Both read the same shards, make the same pictures with equally many worker processes, and take turns within one process;
-where other programs share the machine, only ratios of medians are meaningful.
+Both read the same shards, make the same crops with equally many worker processes, and take turns within one process;
+where other programs share the machine, only ratios of medians are meaningful. webdataset's crops are Pillow's, as its
+users make them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from webdataset.writer import TarWriter  # noqa: E402
 from murmuration.data.batch.loader import Loader  # noqa: E402
 from murmuration.data.batch.reader import BatchReader, DataSpec  # noqa: E402
 from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source  # noqa: E402
+from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
+from murmuration.data.decode.augment import choose_view  # noqa: E402
 from murmuration.data.decode.picture import PictureMaker  # noqa: E402
-from murmuration.data.draw.micro_batch import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from murmuration.data.draw.poisson import LANES, Draw, PoissonSampler  # noqa: E402
 from murmuration.data.index.shard_index import ShardIndex, build  # noqa: E402
 
@@ -50,21 +52,22 @@ LOADS = (2.0, 1.0, 0.7, 0.5)  # of a step, in units of what the workers can read
 WAITING = 6  # batches that a loader may have ready when its turn begins; they are not counted
 
 
-def make_shards(folder: Path, shards: int, records: int) -> ShardIndex:
-    """img2dataset's layout: 256 px JPEGs of about 30 kB, caption and json; webdataset's writer."""
+def make_shards(folder: Path, shards: int, records: int, side: int = 256, quality: int = 95) -> ShardIndex:
+    """img2dataset's layout: JPEGs of about 30 kB (56 kB of 512 px), caption and json; webdataset's writer."""
+    folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
     pictures = []
     for _ in range(200):
-        coarse = Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)).resize((256, 256), Image.BICUBIC)
-        noisy = np.clip(np.asarray(coarse).astype(int) + rng.normal(0, 6, (256, 256, 3)), 0, 255).astype(np.uint8)
+        coarse = Image.fromarray(rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)).resize((side, side), Image.BICUBIC)
+        noisy = np.clip(np.asarray(coarse).astype(int) + rng.normal(0, 6, (side, side, 3)), 0, 255).astype(np.uint8)
         out = io.BytesIO()
-        Image.fromarray(noisy).save(out, "JPEG", quality=95)
+        Image.fromarray(noisy).save(out, "JPEG", quality=quality)
         pictures.append(out.getvalue())
     for shard in range(shards):
         with TarWriter(str(folder / f"{shard:06d}.tar"), encoder=False) as writer:
             for record in range(records):
                 key = f"{shard:06d}{record:04d}"
-                about = json.dumps({"key": key, "status": "success", "width": 256, "height": 256}).encode()
+                about = json.dumps({"key": key, "status": "success", "width": side, "height": side}).encode()
                 picture = pictures[(shard * records + record) % len(pictures)]
                 writer.write({"__key__": key, "jpg": picture, "txt": f"picture {key}".encode(), "json": about})
     return build(folder)
@@ -75,7 +78,10 @@ def streamed(index: ShardIndex, workers: int) -> Iterator[int]:
     urls = [str(index.place(number)) for number in range(len(index.shards))]
 
     def make(sample: dict[str, Any]) -> np.ndarray:
-        return PICTURES.make(sample["jpg"], 0, int(sample["__key__"]))
+        image = Image.open(io.BytesIO(sample["jpg"])).convert("RGB")
+        view = choose_view("random_resized_crop", *image.size, SIDE, KEY, 0, int(sample["__key__"]))
+        pixels = np.asarray(image.crop(tuple(map(int, view.box))).resize((SIDE, SIDE), Image.BICUBIC))
+        return np.ascontiguousarray(pixels[:, ::-1]) if view.flip else pixels
 
     dataset = webdataset.WebDataset(urls, shardshuffle=100, seed=1).shuffle(1000).map(make).repeat()
     batches = torch.utils.data.DataLoader(dataset, BATCH, num_workers=workers, collate_fn=np.stack)
@@ -128,6 +134,7 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
     for _ in range(turns):
         found["webdataset"].append(one_turn(streaming, records))
         found["ours"].append(one_turn(poisson, records))
+    own = trainer_alone(reader, index, turns, records)
     ratios = [ours[0] / theirs[0] for ours, theirs in zip(found["ours"], found["webdataset"], strict=True)]
     cpu = {name: statistics.median(turn[1] for turn in each) for name, each in found.items()}
     reader.close()
@@ -135,11 +142,25 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
         "workers": workers,
         "samples_per_second": {name: statistics.median(turn[0] for turn in each) for name, each in found.items()},
         "cpu_ms_per_sample": cpu,
+        "trainer_cpu_ms_without_normalising": own,
         "samples_per_second_of_a_core": {name: 1000 / spent for name, spent in cpu.items()},
         "ratio_of_throughput": statistics.median(ratios),
         "ratio_of_cpu": cpu["webdataset"] / cpu["ours"],
         "all_ratios": ratios,
     }
+
+
+def trainer_alone(reader: BatchReader, index: ShardIndex, turns: int, records: int) -> float:
+    """Milliseconds of this process per record, up to pixels as bytes: what feeding a GPU takes of a rank's trainer."""
+    rng = np.random.default_rng(0)
+    spent = []
+    for turn in range(turns):
+        rows = np.sort(rng.choice(index.records, (max(1, records // BATCH), BATCH)))
+        burnt = time.process_time()
+        for row in rows:
+            reader.fetch(row, turn)
+        spent.append(1000 * (time.process_time() - burnt) / rows.size)
+    return statistics.median(spent)
 
 
 def waiting(index: ShardIndex, workers: int, turns: int, records: int) -> dict[str, Any]:
@@ -268,15 +289,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if arguments.large:
-            print(json.dumps(large_picture(make_shards(folder, 1, 200), 200)))
+            print(json.dumps(large_picture(make_shards(folder / "256", 1, 200), 200)))
             return
-        index = make_shards(folder, 4, 500 if quick else 5000)
+        index = make_shards(folder / "256", 4, 500 if quick else 5000)
+        large = make_shards(folder / "512", 4, 250 if quick else 2500, 512, 85)
         steps: dict[str, Callable[[], Any]] = {
             "loader": partial(compare, index, arguments.workers, 5 if quick else 9, 384 if quick else 2000),
+            "loader_512": partial(compare, large, arguments.workers, 5 if quick else 9, 384 if quick else 2000),
             "waiting": partial(waiting, index, arguments.workers, 3 if quick else 9, 384 if quick else 2000),
             "io": partial(io_share, index, 300 if quick else 2000),
             "draw": partial(draw_cost, 100_000_000 if quick else 233_804_767, 3),
-            "http_ranges": partial(ranges, folder, 0.025, 800),
+            "http_ranges": partial(ranges, folder / "256", 0.025, 800),
         }
         found: dict[str, Any] = {"command": f"python benchmarks/data.py{' --quick' if quick else ''}"}
         found["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
@@ -284,9 +307,10 @@ def main() -> None:
         for name, act in steps.items():
             found[name] = act()
             print(f"{name:12s} {json.dumps(found[name])}", flush=True)
-    loader = found["loader"]
-    print(f"\nthroughput against webdataset: {loader['ratio_of_throughput']:.2f}   CPU: {loader['ratio_of_cpu']:.2f}")
-    print(f"records/s of a core: {loader['samples_per_second_of_a_core']['ours']:.0f}")
+    for side, loader in ((256, found["loader"]), (512, found["loader_512"])):
+        throughput, cpu = loader["ratio_of_throughput"], loader["ratio_of_cpu"]
+        print(f"\n{side} px, throughput against webdataset: {throughput:.2f}   CPU: {cpu:.2f}")
+        print(f"records/s of a core: {loader['samples_per_second_of_a_core']['ours']:.0f}")
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")

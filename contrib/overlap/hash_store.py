@@ -21,8 +21,8 @@ from murmuration.accounting.durable import atomic
 from murmuration.contrib.overlap.phash import DECODED, VERSION, WINDOWS, window_hashes
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
 from murmuration.data.decode.decode import BadRecord, picture_in
-from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
+from murmuration.data.decode.record import DataSpec, RecordMaker
 from murmuration.data.store.index_files import open_npy, read_json
 from murmuration.data.store.place import RecordIndex
 
@@ -101,7 +101,7 @@ def _made(index: RecordIndex, missing: np.ndarray, workers: int) -> Iterator[Tas
     records: RecordReader = (
         index if isinstance(index, RecordReader) else ShardReader(index, open_source(index, ReadOptions()))
     )
-    pool = DecodePool(PictureMaker(DECODED), workers)
+    pool = DecodePool(RecordMaker(DataSpec(DECODED)), workers)
     threads = ThreadPoolExecutor(workers + 2, thread_name_prefix="hash")
     waiting: deque[Future[Task]] = deque()
     try:
@@ -124,7 +124,7 @@ def _task(records: RecordReader, pool: DecodePool, numbers: np.ndarray) -> Task:
         try:
             if picture is None:
                 raise BadRecord("no image")
-            pixels[row] = pool.make(picture, 0, number)
+            pixels[row] = pool.picture(picture)
         except BadRecord:
             states[row] = _BAD
     return numbers, window_hashes(pixels), states

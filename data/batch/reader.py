@@ -9,86 +9,30 @@ as empty as padding: nothing is read for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
 from murmuration.data.batch.slot_rows import SlotRows, UnitRecords, UnitReduce
-from murmuration.data.decode.augment import Augment, caption_choice, drop_key, mask_noise, require_known
-from murmuration.data.decode.class_list import ClassList
-from murmuration.data.decode.decode import SUFFIXES, BadRecord, parsing, picture_in
-from murmuration.data.decode.fields import captions_of, classes_listed, numbers_of, right_classes
-from murmuration.data.decode.picture import PictureMaker
-from murmuration.data.decode.pool import DecodePool
-from murmuration.data.draw.micro_batch import (
-    EMPTY,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    ROW_SHARE,
-    Channels,
-    Fetched,
-    MicroBatch,
-    Normalisation,
-    Pixels,
-)
+from murmuration.data.decode.augment import AREAS, drop_key, mask_noise
+from murmuration.data.decode.decode import BadRecord
+from murmuration.data.decode.pool import MOST, DecodePool, Verdict, Wanted
+from murmuration.data.decode.record import TARGET, DataSpec, RecordMaker
+from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch, Normalisation, Pixels
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import RecordIndex
+from murmuration.data.store.stored import StoredRecords
 from murmuration.data.text.encoder import TextEncoder
 
-TARGET = "labels"
 RIGHT_CLASSES = "right_classes"
 WEIGHT = "record_weight"
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """The inputs that the model needs of a record, and their shapes."""
-
-    image_size: int
-    augment: Augment = "none"
-    mask_patches: int = 0  # > 0: `mask_noise` with that many columns
-    drop_keys: bool = False  # `drop_key`, for a model that drops units
-    labels: tuple[str, ...] = ()  # integer fields of the record's .json; `cls` is its .cls or class folder
-    target: str | None = None  # one of `labels`: the classifier's target, passed on as "labels"
-    listed: str | None = None  # in place of `target`: a field that lists classes, "labels" then has 0 or 1 for each
-    weight: str | None = None  # a number in the record's .json, passed on as WEIGHT
-    classes: int = 0  # > 0: a record whose target is not in 0..classes-1 is bad
-    class_list: ClassList | None = field(default=None, repr=False)  # numbers for the names that a .cls may contain
-    right_classes: int = field(default=0, repr=False)  # > 0: RIGHT_CLASSES, with that many columns; for measurements
-    pictures: bool = field(default=True, repr=False)  # False: texts alone; each picture is black, and nothing decoded
-    image_suffixes: tuple[str, ...] = SUFFIXES
-    text_suffix: str = "txt"
-    mean: Channels = IMAGENET_MEAN
-    std: Channels = IMAGENET_STD
-
-    def __post_init__(self) -> None:
-        require_known(self.augment)
-        if self.image_size < 1:
-            raise ValueError(f"image size {self.image_size} is not positive")
-        if self.target is not None and (self.target not in self.labels or TARGET in {*self.labels} - {self.target}):
-            raise ValueError(f"target '{self.target}' must be one of the labels, and no other may be called '{TARGET}'")
-        if self.classes < 0:
-            raise ValueError(f"{self.classes} classes: at least 1, or 0 for any number")
-        if self.listed is not None and (self.target is not None or not self.classes):
-            raise ValueError("a record lists several of a number of classes, or has one as its target")
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """One record, ready to be written into its rows, where its pixels are already."""
-
-    tokens: list[list[int]]
-    """For each view."""
-    labels: list[int]
-    listed: list[int]
-    weight: float
-    right: list[int]
 
 
 class _Rows:
@@ -152,24 +96,38 @@ class BatchReader:
             raise ValueError("mask noise needs a mask key; derive one from the run key")
         if spec.drop_keys and not dropout_key:
             raise ValueError("drop keys need a dropout key; derive one from the run key")
+        if spec.augment in AREAS and not augment_key:
+            raise ValueError(f"{spec.augment} needs an augmentation key; derive one from the run key")
         reading = reading or ReadOptions()
         self.slot_rows = SlotRows(units, rows_per_unit, unit_reduce, views, unit_key)
-        pictures = PictureMaker(spec.image_size, spec.augment, augment_key, views)
         self.index, self.spec, self.text = index, spec, text
         self._mask_key, self._dropout_key = by_step(mask_key), by_step(dropout_key)
-        self._caption_key = by_step(augment_key) if augment_key else None
         self._cancelled = threading.Event()
         self._records: RecordReader
+        # Decoding processes read what lies on this machine; the rest is read here.
+        self._stored: StoredRecords | None = None
         if isinstance(index, RecordReader):
             self._records = index
         else:
+            if source is None and isinstance(index, StoredRecords):
+                self._stored = index
             source = source or open_source(index, reading)
             self._records = ShardReader(index, source, cancelled=self._cancelled)
-        decoding = reading.workers and spec.pictures
-        self._processes = DecodePool(pictures, reading.workers, reading.limits) if decoding else None
-        self._pictures = pictures
-        self.in_flight = threads = reading.in_flight
+        encode, length = (text.encode, text.length) if text is not None else (None, 0)
+        left_out = index.filter if isinstance(index, ShardIndex) else None
+        self._maker = RecordMaker(spec, views, encode, length, left_out)
+        # Asked of no step where nothing is random, because some records are needed outside any step.
+        self._key_of = by_step(augment_key if augment_key and self._maker.by_key else b"")
+        self._scratch = threading.local()
+        self._processes = None
+        if reading.workers:
+            self._processes = DecodePool(self._maker, reading.workers, self._key_of, reading.limits)
+        self.in_flight = max(reading.in_flight, MOST * reading.workers)
+        # Each message to a process has a thread that waits for it, and one more prepares the next.
+        threads = max(reading.workers + 1, reading.in_flight // MOST) if reading.workers else reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
+        reads = reading.workers and self._stored is None
+        self._reads = ThreadPoolExecutor(reading.in_flight, thread_name_prefix="reads") if reads else None
         self._pin = pin_memory
         self._bad: dict[int, str] = {}
         self._normalisation = Normalisation(spec.mean, spec.std)
@@ -200,33 +158,34 @@ class BatchReader:
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
         """Pictures as pixels, which `MicroBatch.to` normalises where they are needed."""
         chosen = self.slot_rows.records_of(ids_row, step)
-        rows = _Rows(len(ids_row), self.slot_rows.count, self.spec, self.text.length if self.text else 0, self._pin)
+        rows = _Rows(len(ids_row), self.slot_rows.count, self.spec, self._maker.text_length, self._pin)
         records = [int(record) for record in chosen.reshape(-1)]
         usable = np.zeros(len(records), dtype=bool)
-        pixels = rows["pixels"].reshape(len(records), *self._pictures.shape)
         bad: dict[int, str] = {}
-        for place, parts in enumerate(self._all(records, step, pixels)):
-            if isinstance(parts, BadRecord):
-                bad[records[place]] = str(parts)
-            elif parts is not None:
-                self._lay(parts, rows, place, records[place], step)
-                usable[place] = True
+        wanted = [p for p, record in enumerate(records) if record != EMPTY and not self.index.left_out(record)]
+        for place, verdict in zip(wanted, self._made(wanted, records, step, rows), strict=True):
+            if isinstance(verdict, BadRecord):
+                bad[records[place]] = str(verdict)
+            else:
+                usable[place] = verdict
         usable = usable.reshape(chosen.shape)
         rows["present"][:], rows["shares"][:] = usable.any(1), self.slot_rows.shares(usable)
         pixels = Pixels(rows.tensors["pixels"], self._normalisation)
         return Fetched(MicroBatch(self._inputs(rows), rows.tensors["present"], pixels), bad)
 
-    def _lay(self, parts: _Parts, rows: _Rows, place: int, record: int, step: int) -> None:
-        for view, tokens in enumerate(parts.tokens):
-            row = place * self.slot_rows.views + view
-            rows["tokens"][row], rows["labels"][:, row], rows["weights"][row] = tokens, parts.labels, parts.weight
-            rows["listed"][row, parts.listed] = True
-            if parts.right:
-                rows["right"][row, parts.right] = True
+    def _lay(self, rows: _Rows, place: int, record: int, step: int, made: np.void) -> None:
+        views = self.slot_rows.views
+        own = slice(place * views, (place + 1) * views)
+        if self.spec.pictures:
+            rows["pixels"][own] = made["pixels"]
+        rows["tokens"][own], rows["weights"][own] = made["tokens"], made["weight"]
+        rows["labels"][:, own] = made["labels"][:, None]
+        rows["listed"][own], rows["right"][own] = made["listed"], made["right"]
+        for view in range(views):
             if self.spec.mask_patches:
-                rows["noise"][row] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches, view)
+                rows["noise"][own][view] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches, view)
             if self.spec.drop_keys:
-                rows["drop_keys"][row] = self.drop_key(record, step, view)
+                rows["drop_keys"][own][view] = self.drop_key(record, step, view)
 
     def _inputs(self, rows: _Rows) -> dict[str, torch.Tensor]:
         """The model's inputs from the rows, by name, but for the pictures."""
@@ -253,61 +212,53 @@ class BatchReader:
     def close(self) -> None:
         """Close at once: reads in progress end with an error, and nothing waits for a slow store."""
         self._cancelled.set()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._reads):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()
 
-    def _all(self, records: list[int], step: int, pixels: np.ndarray) -> Iterable[_Parts | BadRecord | None]:
-        jobs = records, [step] * len(records), pixels
-        if self._pool is None:
-            return map(self._one, *jobs)
+    def _made(self, wanted: list[int], records: list[int], step: int, rows: _Rows) -> Iterable[Verdict]:
+        """What became of the records at the wanted places; those that could be made are laid into the rows."""
+
+        def lay(place: int, made: np.void) -> None:
+            self._lay(rows, place, records[place], step, made)
+
         try:
-            return self._pool.map(self._one, *jobs)
+            if self._processes is None:
+                each = map if self._pool is None else self._pool.map
+                return each(lambda place: self._here(place, records[place], step, lay), wanted)
+            assert self._pool is not None
+            parts = [wanted[first : first + MOST] for first in range(0, len(wanted), MOST)]
+            made = partial(self._by_process, self._processes, records=records, step=step, lay=lay)
+            return chain.from_iterable(self._pool.map(made, parts))
         except RuntimeError:  # another thread closed the pool between two records
             if self._cancelled.is_set():
                 raise CancelledError from None
             raise
 
-    def _one(self, record: int, step: int, pixels: np.ndarray) -> _Parts | BadRecord | None:
-        if record == EMPTY or self.index.left_out(record):
-            return None
+    def _here(self, place: int, record: int, step: int, lay: Callable[[int, np.void], None]) -> Verdict:
         members = self._records.read(record)
-        if isinstance(self.index, ShardIndex) and not self.index.takes(members):
-            return None
+        if not hasattr(self._scratch, "row"):
+            self._scratch.row = np.zeros(1, self._maker.row)[0]
         try:
-            return self._prepare(members, record, step, pixels)
+            made = self._maker.make(members, record, step, self._key_of(step), self._scratch.row)
         except BadRecord as error:
             return error
+        if made:
+            lay(place, self._scratch.row)
+        return made
 
-    def _prepare(self, members: dict[str, bytes], record: int, step: int, pixels: np.ndarray) -> _Parts:
-        picture = picture_in(members, self.spec.image_suffixes)
-        if picture is None and self.spec.pictures:
-            raise BadRecord(f"no image: the record contains {sorted(members)}")
-        # The cheap parts first: a record without a caption needs no decoding. The picture last: once it is in its slot,
-        # nothing can go wrong any more.
-        spec = self.spec
-        with parsing("the caption or a number cannot be read"):
-            tokens = self._tokens(members, record, step)
-            labels, weight = numbers_of(members, spec.labels, spec.target, spec.classes, spec.weight, spec.class_list)
-            listed = [] if spec.listed is None else classes_listed(members, spec.listed, spec.classes, spec.class_list)
-        if picture is None or not spec.pictures:
-            pass
-        elif self._processes is not None:
-            self._processes.make(picture, step, record, pixels)
+    def _by_process(
+        self, processes: DecodePool, part: list[int], records: list[int], step: int, lay: Callable[[int, np.void], None]
+    ) -> list[Verdict]:
+        asked = [records[place] for place in part]
+        if self._stored is not None:
+            where, read = self._stored.stored, self._records.read
+            wanted = [Wanted(record, where(record), partial(read, record)) for record in asked]
         else:
-            np.copyto(pixels, self._pictures.make(picture, step, record))
-        return _Parts(tokens, labels, listed, weight, right_classes(members) if spec.right_classes else [])
-
-    def _tokens(self, members: dict[str, bytes], record: int, step: int) -> list[list[int]]:
-        """For each view, one of several captions, chosen by key; without a key, as in measurements, the first."""
-        views = range(self.slot_rows.views)
-        if self.text is None:
-            return [[] for _ in views]
-        captions = captions_of(members, self.spec.text_suffix)
-        numbers = [0 for _ in views]
-        if len(captions) > 1 and self._caption_key is not None:
-            key = self._caption_key(step)
-            numbers = [caption_choice(key, step, record, len(captions), view) for view in views]
-        encoded = {number: self.text.encode(captions[number]) for number in set(numbers)}
-        return [encoded[number] for number in numbers]
+            assert self._reads is not None
+            # All of them before a process is asked for, which would wait for the store as well.
+            found = list(self._reads.map(self._records.read, asked))
+            wanted = [Wanted(record, None, partial(dict, each)) for record, each in zip(asked, found, strict=True)]
+        return processes.make(wanted, step, lambda at, made: lay(part[at], made))

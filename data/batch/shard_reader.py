@@ -83,7 +83,7 @@ class ReadOptions:
     """How bytes are fetched and pictures decoded. No option changes a pixel, so a resumed run may change them."""
 
     workers: int = 0  # decoding processes; 0 decodes in this process, where a hostile file can end it
-    in_flight: int = 1  # records that are being read at a time
+    in_flight: int = 1  # records that this process reads at a time; decoding processes read local ones themselves
     timeout_seconds: float = 30.0  # of one request to a remote store
     cache: Cache | None = None
     limits: Limits = LIMITS  # of one decode; not an option of a run, because they decide which records are bad

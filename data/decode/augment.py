@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
+from murmuration.data.decode.resize import resized
+
 AugmentKind = Literal["none", "center", "random_resized_crop", "inception_crop"]
 KINDS: tuple[AugmentKind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
 # The smallest and largest share of the area that a random crop keeps.
@@ -65,22 +67,25 @@ class View:
         left, top, right, bottom = self.box
         return math.ceil(min(width, height) * size / min(right - left, bottom - top))
 
-    def render(self, pixels: np.ndarray, size: int, shrunk: int = 1, margin: tuple[int, int] = (0, 0)) -> np.ndarray:
-        """uint8 [size, size, 3]. `pixels` may be the image at 1/`shrunk`, with `margin` full pixels before it on the
+    def render(self, image: Image.Image, size: int, shrunk: int = 1, margin: tuple[int, int] = (0, 0)) -> np.ndarray:
+        """uint8 [size, size, 3]. `image` may be the whole one at 1/`shrunk`, with `margin` full pixels before it on the
         left and at the top."""
         if self.resized is not None and self.resized[0] * self.resized[1] <= MOST_RESIZED:
-            return _cut_from_resized(pixels, size, *self.resized)
+            return _cut_from_resized(image, size, *self.resized)
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
-        box = (left, top, min(right, pixels.shape[1]), min(bottom, pixels.shape[0]))
-        if box == (0, 0, size, size) == (0, 0, *pixels.shape[1::-1]):
-            out = pixels
-        else:
-            out = np.asarray(Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC, box=box))
-        return np.ascontiguousarray(out[:, ::-1]) if self.flip else out
+        box = (left, top, min(right, image.width), min(bottom, image.height))
+        whole = box == (0, 0, size, size) == (0, 0, *image.size)
+        out = np.asarray(image) if whole else resized(image, box, size)
+        if not self.flip:
+            return out
+        mirrored = np.empty_like(out)
+        for channel in range(3):  # NumPy turns rows of three bytes five times more slowly than planes
+            mirrored[..., channel] = out[:, ::-1, channel]
+        return mirrored
 
 
-def _cut_from_resized(pixels: np.ndarray, size: int, wide: int, high: int, left: int, top: int) -> np.ndarray:
-    whole = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BICUBIC)
+def _cut_from_resized(image: Image.Image, size: int, wide: int, high: int, left: int, top: int) -> np.ndarray:
+    whole = image.resize((wide, high), Image.Resampling.BICUBIC)
     return np.asarray(whole.crop((left, top, left + size, top + size)))
 
 

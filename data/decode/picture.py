@@ -61,6 +61,6 @@ class PictureMaker:
         with parsing("the image cannot be cut to its view"):
             wanted = views(found.width, found.height)
             rendered = {  # without random crops, all views are one
-                view: view.render(found.pixels, self.size, found.shrunk, found.margin) for view in set(wanted)
+                view: view.render(found.image, self.size, found.shrunk, found.margin) for view in set(wanted)
             }
             return rendered[wanted[0]] if self.views == 1 else np.stack([rendered[view] for view in wanted])

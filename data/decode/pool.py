@@ -1,19 +1,22 @@
-"""Decoding in separate processes: a file that crashes or hangs its decoder costs one record, not the run.
+"""Records made in separate processes: a file that crashes or hangs its decoder costs one record, not the run.
 
-The verdict "bad" must not depend on chance, because it decides what enters a private sum. A record whose
-process died is tried once more, in a fresh process that handles nothing else, with ten times the time; only a record
-that fails there too is bad. Time means CPU time of that process, which a busy machine does not use up. Where the
-machine itself is to blame (the process was killed from outside, or a known picture does not decode either), the run
-stops.
+A process reads, decodes and crops up to MOST records per message, into memory that it shares with the trainer: of a
+message's fixed cost, a record bears a part.
+
+The verdict "bad" must not depend on chance, because it decides what enters a private sum. If a process dies, the
+record that it was at is tried once more, in a fresh process that handles nothing else, with ten times the time; only a
+record that fails there too is bad. What the dead process had made of the other records is dropped, and they are made
+again without it. Time means CPU time of that process, which a busy machine does not use up. Where the machine itself
+is to blame (the process was killed from outside, or a known picture does not decode either), the run stops.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import mmap
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -22,7 +25,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,103 +35,127 @@ import numpy as np
 from PIL import Image
 
 from murmuration.data.decode.decode import BadRecord
-from murmuration.data.decode.picture import PictureMaker
-from murmuration.data.decode.worker import BAD, JOB, MADE, NO_MEMORY, READY
+from murmuration.data.decode.record import RecordMaker
+from murmuration.data.decode.worker import BAD, HEAD, MADE, NO_MEMORY, READY, UNREAD, Job, Setup
 from murmuration.data.store.place import UnreadableError
+from murmuration.data.store.stored import Stored
 
-# The trainer's end of one decoding process: starts it, hands it bytes, takes pixels or learns how it died.
+# The trainer's end of one decoding process: starts it, hands it jobs, takes rows or learns how it died.
 
+MOST = 16
+"""Records per message."""
 # Not resolved: in a checkout `murmuration/data` is a link to `data`, and the package lies beside it.
 _ROOT = str(Path(__file__).absolute().parents[3])
 _START_SECONDS = 120.0
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "",
+    # Freed memory is kept for the next picture: the kernel would clear each page again, a tenth of the decoding.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+}
 # How much later than the process's own timers the parent acts: by then only a stopped process is still alive.
 _GRACE = 1.5
 
 
-class ProcessDied(Exception):
-    """`signal` is the signal that killed the process, or 0 if it exited by itself."""
+@dataclass(frozen=True)
+class Wanted:
+    """A record, and where it lies on this machine; `read` has its members where a process cannot read it itself."""
 
-    def __init__(self, code: int | None) -> None:
+    record: int
+    stored: Stored | None
+    read: Callable[[], dict[str, bytes]]
+
+
+class ProcessDied(Exception):
+    """`signal` is the signal that killed the process, or 0 if it exited by itself; `place` is that of the record in
+    its job that it was at."""
+
+    def __init__(self, code: int | None, place: int = 0) -> None:
         self.signal = -code if code is not None and code < 0 else 0
+        self.place = place
         try:
             super().__init__(signal.Signals(self.signal).name if self.signal else f"exit code {code}")
         except ValueError:
             super().__init__(f"signal {self.signal}")
 
 
-class OutOfMemory(Exception):
-    """The decoder ran out of address space."""
-
-
 class DecodeProcess:
-    """For use by one thread at a time. Pixels come through memory that both ends map, never through the socket.
+    """For use by one thread at a time. Rows come through memory that both ends map, never through the socket.
 
-    That memory holds what is made of one record, which the parent copies to where it belongs. A process that could
-    write into a whole micro-batch would save that copy, which costs a few thousandths of the decoding; but a file that
-    takes its decoder over could then change the pictures of other records.
+    That memory holds what is made of one job, which the parent copies to where it belongs. A process that could write
+    into a whole micro-batch would save that copy, which costs a few thousandths of the decoding; but a file that
+    takes its decoder over could then change records that were made elsewhere or are done.
     """
 
-    def __init__(self, pictures: PictureMaker, program: str, address_bytes: int) -> None:
-        self.jobs = 0
-        self._key_of = pictures.key_of
-        room = math.prod(pictures.shape)
+    def __init__(self, setup: Setup, told: bytes, program: str) -> None:
+        self.made = 0
         module, _, function = program.partition(":")
         code = f"import sys; sys.path[:0] = {[_ROOT, *sys.path]!r}; from {module} import {function}; {function}()"
         ours, theirs = socket.socketpair()
-        shared = _anonymous_file(room)
+        row = setup.maker.row
+        size = HEAD + setup.rows * row.itemsize
+        shared = _anonymous_file(size)
         try:
-            self._pixels = np.frombuffer(mmap.mmap(shared, room), dtype=np.uint8)
+            mapped = mmap.mmap(shared, size)
+            self.rows = np.frombuffer(mapped, row, offset=HEAD)
+            self._at = np.frombuffer(mapped, np.uint32, 1)
             # Not multiprocessing: forking a process with torch's threads may deadlock, and its spawning runs the
             # main script again. Popen executes a new interpreter, which inherits only these two descriptors.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), str(shared)],
                 pass_fds=(theirs.fileno(), shared),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONFAULTHANDLER": ""},
+                env={**os.environ, **_ENVIRONMENT},
             )  # fmt: skip
         finally:
             theirs.close()
             os.close(shared)
         self._ours, self._patience = ours, 0.0
         self._control = Connection(os.dup(ours.fileno()))
-        setup = {
-            "size": pictures.size, "augment": pictures.augment, "views": pictures.views, "room": room,
-            "address_bytes": address_bytes,
-        }  # fmt: skip
-        if self._ask(json.dumps(setup).encode(), _START_SECONDS) != READY:
+        if self._ask([told], _START_SECONDS) != READY:
             raise ProcessDied(self._ended())
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def make(
-        self, data: bytes, step: int, record: int, cpu_seconds: float, wall_seconds: float, into: np.ndarray
-    ) -> None:  # fmt: skip
-        """Makes the picture and copies it; raises BadRecord, OutOfMemory or ProcessDied; after the last, this object is
-        of no more use."""
-        self.jobs += 1
-        key = self._key_of(step)
-        job = JOB.pack(step, record, cpu_seconds, wall_seconds, len(key)) + key + data
-        answer = self._ask(job, wall_seconds * _GRACE)
-        if answer == MADE:
-            np.copyto(into, self._pixels.reshape(into.shape))
-            return
-        if answer == NO_MEMORY:
-            raise OutOfMemory
-        raise BadRecord(answer[len(BAD) :].decode(errors="replace"))
+    def make(self, wanted: Sequence[Wanted], job: Job) -> list[tuple[str, str]]:
+        """What became of each record, with the reason; `rows` holds those that are MADE. Raises ProcessDied, after
+        which this object is of no more use."""
+        self.made += len(wanted)
+        self._at[0] = 0
+        members = (pickle.dumps(each.read()) for each in wanted if each.stored is None)
+        told = self._ask(chain([pickle.dumps(job)], members), job.wall_seconds * _GRACE)
+        return [(verdict, reason) for verdict, reason in json.loads(told)]
 
-    def _ask(self, message: bytes, seconds: float) -> bytes:
+    def _ask(self, messages: Iterable[bytes], seconds: float) -> bytes:
         try:
             self._wait_at_most(seconds)
-            self._control.send_bytes(message)
-            return self._control.recv_bytes()
+            for message in messages:
+                self._control.send_bytes(message)
+            return self._answer()
         except BlockingIOError:
             self._process.kill()
             self._process.wait()
-            raise ProcessDied(-signal.SIGALRM) from None
+            raise ProcessDied(-signal.SIGALRM, self._place) from None
         except (EOFError, OSError):
-            raise ProcessDied(self._ended()) from None
+            raise ProcessDied(self._ended(), self._place) from None
+
+    def _answer(self) -> bytes:
+        """Waits as long as the process gets on with its records."""
+        while True:
+            before = self._place
+            try:
+                return self._control.recv_bytes()
+            except BlockingIOError:
+                if self._place == before:
+                    raise
+
+    @property
+    def _place(self) -> int:
+        return int(self._at[0]) % len(self.rows)
 
     def _wait_at_most(self, seconds: float) -> None:
         """Set a time-out on the socket itself: polling before each answer would cost a tenth of a decode."""
@@ -173,7 +202,7 @@ class Limits:
     wall_seconds: float = 120.0
     patience: float = 10.0  # the factor by which both grow for the second try, alone in its process
     address_bytes: int = 4 << 30
-    jobs_per_process: int = 50_000  # then the process is replaced, so that memory leaks of decoders cannot add up
+    records_per_process: int = 50_000  # then the process is replaced, so that memory leaks of decoders cannot add up
 
 
 LIMITS = Limits()
@@ -183,20 +212,28 @@ class DecoderError(UnreadableError):
     """Decoding cannot continue on this machine. The run stops: no record is to blame."""
 
 
+Verdict = BadRecord | bool
+"""Of one record: whether it was made, or is of a class that is left out; or why it is bad."""
+
+
 class DecodePool:
-    """`make(data, step, record)` from any number of threads; up to `processes` processes, started when needed."""
+    """`make` from any number of threads; up to `processes` processes, started when needed. `key_of` is that of a
+    step."""
 
     def __init__(
         self,
-        pictures: PictureMaker,
+        maker: RecordMaker,
         processes: int,
+        key_of: Callable[[int], bytes] = lambda _step: b"",
         limits: Limits = LIMITS,
         program: str = "murmuration.data.decode.worker:serve",
     ) -> None:
         if processes < 1:
             raise ValueError(f"{processes} decoding processes: at least 1 is needed")
-        self._pictures, self._program = pictures, program
+        self._maker, self._program, self._key_of = maker, program, key_of
         self.limits = limits
+        self._setup = Setup(maker, MOST, limits.address_bytes)
+        self._told = pickle.dumps(self._setup)
         # Last in, first out: on a quiet step a few warm processes do all the work.
         self._idle: queue.LifoQueue[DecodeProcess | None] = queue.LifoQueue()
         for _ in range(processes):
@@ -205,45 +242,93 @@ class DecodePool:
         self._closed = False
         self._all: set[DecodeProcess] = set()
 
-    def make(self, data: bytes, step: int, record: int, into: np.ndarray | None = None) -> np.ndarray:
-        """uint8 of `PictureMaker.shape`, in the memory `into` if it is given, which is written only if all went well;
-        raises BadRecord if the content is at fault, DecoderError if the machine is."""
-        into = self._anywhere() if into is None else into
+    def picture(self, data: bytes, step: int = 0, record: int = 0) -> np.ndarray:
+        """The pixels of one image, in its first view; raises BadRecord if the content is at fault."""
+        found: list[np.ndarray] = []
+        members = {self._maker.spec.image_suffixes[0]: data}
+        wanted = Wanted(record, None, lambda: members)
+        (made,) = self.make([wanted], step, lambda _, row: found.append(row["pixels"][0].copy()))
+        if isinstance(made, BadRecord):
+            raise made
+        return found[0]
+
+    def make(self, wanted: Sequence[Wanted], step: int, take: Callable[[int, np.void], object]) -> list[Verdict]:
+        """At most MOST records. `take(place, row)` gets each that could be made, to copy what it needs; raises
+        DecoderError if the machine is at fault, and what reading raises."""
+        verdicts: dict[int, Verdict] = {}
+        left = dict(enumerate(wanted))
+        while left:
+            alone, unread = self._together(left, step, take, verdicts)
+            for place in alone:
+                verdicts[place] = self._again(place, left[place], step, take)
+            left = {
+                place: Wanted(each.record, None, each.read) if place in unread else each
+                for place, each in left.items()
+                if place not in verdicts
+            }
+        return [verdicts[place] for place in range(len(wanted))]
+
+    def _together(
+        self, left: dict[int, Wanted], step: int, take: Callable[[int, np.void], object], verdicts: dict[int, Verdict]
+    ) -> tuple[list[int], set[int]]:
+        """Adds what could be said of records made by a common process; returns those that have to be tried alone, and
+        those that the process could not read."""
+        places = list(left)
         process = self._idle.get()
         try:
-            if process is None or process.jobs >= self.limits.jobs_per_process:
+            if process is None or process.made >= self.limits.records_per_process:
                 self._drop(process)
                 process = None
                 process = self._start()
-            cpu, wall = self._seconds
-            process.make(data, step, record, cpu, wall, into)
-            return into
-        except (ProcessDied, OutOfMemory):
+            told = process.make(list(left.values()), self._job(list(left.values()), step, 1.0))
+            for row, (place, (verdict, reason)) in enumerate(zip(places, told, strict=True)):
+                if verdict == MADE:
+                    take(place, process.rows[row])
+                if verdict not in (NO_MEMORY, UNREAD):
+                    verdicts[place] = BadRecord(reason) if verdict == BAD else verdict == MADE
+            alone = [place for place, (verdict, _) in zip(places, told, strict=True) if verdict == NO_MEMORY]
+            if alone:
+                self._drop(process)
+                process = None
+            return alone, {place for place, (verdict, _) in zip(places, told, strict=True) if verdict == UNREAD}
+        except ProcessDied as death:
             self._drop(process)
             process = None
+            return [places[min(death.place, len(places) - 1)]], set()
+        except BaseException:  # of what reads in the middle of a job, whose rest the process still waits for
+            self._drop(process)
+            process = None
+            raise
         finally:
             self._idle.put(process)
-        self._again(data, step, record, into)
-        return into
 
-    def _again(self, data: bytes, step: int, record: int, into: np.ndarray) -> None:
-        cpu, wall = (seconds * self.limits.patience for seconds in self._seconds)
+    def _job(self, wanted: Sequence[Wanted], step: int, patience: float) -> Job:
+        seconds = patience * self._maker.views
+        cpu, wall = self.limits.cpu_seconds * seconds, self.limits.wall_seconds * seconds
+        return Job([(each.record, each.stored) for each in wanted], step, self._key_of(step), cpu, wall)
+
+    def _again(self, place: int, wanted: Wanted, step: int, take: Callable[[int, np.void], object]) -> Verdict:
+        members = wanted.read()
+        wanted = Wanted(wanted.record, None, lambda: members)
+        job = self._job([wanted], step, self.limits.patience)
         with self._alone:
             for _ in range(_OUTSIDE_TRIES):
                 process = self._start()
                 try:
-                    process.make(data, step, record, cpu, wall, into)
-                    return
-                except OutOfMemory:
-                    raise BadRecord(f"the decoder needs more than {self.limits.address_bytes} bytes") from None
+                    ((verdict, reason),) = process.make([wanted], job)
+                    if verdict == NO_MEMORY:
+                        return BadRecord(f"the decoder needs more than {self.limits.address_bytes} bytes")
+                    if verdict == MADE:
+                        take(place, process.rows[0])
+                    return BadRecord(reason) if verdict == BAD else verdict == MADE
                 except ProcessDied as death:
                     if death.signal == signal.SIGPROF:
-                        raise BadRecord(f"the decoder was not done after {cpu:g} s of computing") from None
+                        return BadRecord(f"the decoder was not done after {job.cpu_seconds:g} s of computing")
                     if death.signal == signal.SIGALRM:
-                        self._check_machine(step, wall)
-                        raise BadRecord(f"the decoder stood still for {wall:g} s") from None
+                        self._check_machine()
+                        return BadRecord(f"the decoder stood still for {job.wall_seconds:g} s")
                     if death.signal != signal.SIGKILL:
-                        raise BadRecord(f"the decoder crashed ({death})") from None
+                        return BadRecord(f"the decoder crashed ({death})")
                 finally:
                     self._drop(process)
         raise DecoderError(
@@ -251,29 +336,25 @@ class DecodePool:
             "memory: use fewer data workers and resume"
         )
 
-    def _check_machine(self, step: int, wall_seconds: float) -> None:
+    def _check_machine(self) -> None:
         """Decode a known picture; if that fails, the machine is stuck and not the record."""
         known = io.BytesIO()
         Image.new("RGB", (16, 16)).save(known, "JPEG")
+        members = {self._maker.spec.image_suffixes[0]: known.getvalue()}
+        wanted = Wanted(0, None, lambda: members)
         process = self._start()
         try:
-            process.make(known.getvalue(), step, 0, wall_seconds, wall_seconds, self._anywhere())
-        except (ProcessDied, OutOfMemory) as error:
+            ((verdict, _),) = process.make([wanted], self._job([wanted], 0, self.limits.patience))
+            if verdict == NO_MEMORY:
+                raise ProcessDied(None)
+        except ProcessDied as error:
             raise DecoderError("decoding is stuck on this machine; reduce its load and resume") from error
         finally:
             self._drop(process)
 
-    @property
-    def _seconds(self) -> tuple[float, float]:
-        """CPU and wall time of one record."""
-        return self.limits.cpu_seconds * self._pictures.views, self.limits.wall_seconds * self._pictures.views
-
-    def _anywhere(self) -> np.ndarray:
-        return np.empty(self._pictures.shape, np.uint8)
-
     def _start(self) -> DecodeProcess:
         try:
-            process = DecodeProcess(self._pictures, self._program, self.limits.address_bytes)
+            process = DecodeProcess(self._setup, self._told, self._program)
         except (ProcessDied, OSError) as error:
             raise DecoderError(f"a decoding process cannot start ({error}); check memory and limits") from error
         self._all.add(process)

@@ -1,88 +1,105 @@
-"""The process that parses untrusted image bytes, so that no file can take the trainer down with it.
+"""The process that reads records and parses untrusted bytes, so that no file can take the trainer down with it.
 
 It is started by data/decode/pool.py, has only its own socket and one block of shared memory, and is
 confined: bounded address space, no core dumps (they would contain private pixels), no output. Time is limited by
-kernel timers with their default action, death, because a decoder that loops in C never returns to Python.
+kernel timers with their default action, death, because a decoder that loops in C never returns to Python. They run
+while a record's bytes are parsed and never while they are read: a slow disk is no fault of a record.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import pickle
 import resource
 import signal
-import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from murmuration.data.decode.augment import ResizeCrop
 from murmuration.data.decode.decode import BadRecord
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import RecordMaker
+from murmuration.data.store.local import LocalFiles
+from murmuration.data.store.stored import Stored
 
-JOB = struct.Struct("<QQddB")  # step, record, CPU seconds, wall seconds, length of the key; key and image follow
-READY, MADE, BAD, NO_MEMORY = b"ready", b"made", b"bad:", b"memory"
-_STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-Make = Callable[[bytes, int, int, bytes], np.ndarray]
-"""Image, step, record and the key of the step, which comes with each image: a process keeps no key for later."""
+READY = b"ready"
+MADE, LEFT_OUT, UNREAD, BAD, NO_MEMORY = "made", "left out", "unread", "bad", "memory"
+HEAD = 64  # bytes of the shared memory before the rows
+Make = Callable[[Mapping[str, bytes], int, int, bytes, np.void], bool]
+"""As `RecordMaker.make`."""
 
 
-def serve(maker: Callable[[dict[str, Any]], Make] | None = None) -> None:
-    """Answer until the parent closes the socket or dies; `maker` builds the decoder from the setup message."""
+@dataclass(frozen=True)
+class Setup:
+    maker: RecordMaker
+    rows: int
+    address_bytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Records to make, in the rows of the shared memory. The members of one without a place come in a message of their
+    own when its turn comes, so that one record's bytes at a time are here."""
+
+    records: list[tuple[int, Stored | None]]
+    step: int
+    key: bytes
+    cpu_seconds: float
+    wall_seconds: float
+
+
+def serve(adapt: Callable[[RecordMaker], Make] | None = None) -> None:
+    """Answer until the parent closes the socket or dies; `adapt` puts something else in the maker's place."""
     # Schedulers signal the whole job to ask for an orderly stop; the trainer arranges that.
-    for name in _STOPS:
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Whether a signal is ignored or blocked is inherited, and these two must kill.
     for timer in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(timer, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     control = Connection(int(sys.argv[1]))
-    setup = json.loads(control.recv_bytes())
-    make = (maker or _picture_maker)(setup)
-    pixels = np.frombuffer(mmap.mmap(int(sys.argv[2]), setup["room"]), dtype=np.uint8)
+    setup: Setup = pickle.loads(control.recv_bytes())
+    row = setup.maker.row
+    shared = mmap.mmap(int(sys.argv[2]), HEAD + setup.rows * row.itemsize)
+    rows = np.frombuffer(shared, row, offset=HEAD)
+    at = np.frombuffer(shared, np.uint32, 1)
+    make = setup.maker.make if adapt is None else adapt(setup.maker)
+    files = LocalFiles()
     Image.preinit()  # loads parsers, which must not count towards the first record's time
-    _confine(setup["address_bytes"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (setup.address_bytes, setup.address_bytes))
     control.send_bytes(READY)
     while True:
         try:
-            message = control.recv_bytes()
+            job: Job = pickle.loads(control.recv_bytes())
+            told: list[tuple[str, str]] = []
+            for place, (record, stored) in enumerate(job.records):
+                at[0] = place  # the record that is to blame if this process dies
+                members = pickle.loads(control.recv_bytes()) if stored is None else stored.read(files)
+                told.append((UNREAD, "") if members is None else _made(members, record, job, make, rows[place]))
         except EOFError:
             return
-        control.send_bytes(_answer(message, make, pixels))
+        control.send_bytes(json.dumps(told).encode())
 
 
-def _answer(message: bytes, make: Make, pixels: np.ndarray) -> bytes:
-    step, record, cpu_seconds, wall_seconds, key_length = JOB.unpack_from(message)
-    image = JOB.size + key_length
+def _made(members: Mapping[str, bytes], record: int, job: Job, make: Make, row: np.void) -> tuple[str, str]:
     try:
         # Both kill this process: PROF counts its CPU time, REAL the time that passes.
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        signal.setitimer(signal.ITIMER_REAL, wall_seconds)
-        made = make(message[image:], step, record, message[JOB.size : image])
-        pixels[:] = made.reshape(-1)
-        return MADE
+        signal.setitimer(signal.ITIMER_PROF, job.cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, job.wall_seconds)
+        return (MADE if make(members, record, job.step, job.key, row) else LEFT_OUT), ""
     except BadRecord as error:
         # Decoders report a lack of memory in their own words; memory left over from earlier images must not decide.
-        return NO_MEMORY if _cramped() else BAD + str(error)[:500].encode(errors="backslashreplace")
+        return (NO_MEMORY, "") if _cramped() else (BAD, str(error)[:500])
     except MemoryError:
-        return NO_MEMORY
+        return NO_MEMORY, ""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _picture_maker(setup: dict[str, Any]) -> Make:
-    given = setup["augment"]
-    augment: Any = given if isinstance(given, str) else ResizeCrop(*given)
-
-    def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
-        return PictureMaker(setup["size"], augment, key, setup["views"]).make(data, step, record)
-
-    return make
 
 
 def _cramped() -> bool:
@@ -94,8 +111,3 @@ def _cramped() -> bool:
     except OSError:
         return True
     return limit != resource.RLIM_INFINITY and used > limit // 2
-
-
-def _confine(address_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))

@@ -13,15 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD, Channels
+
 EMPTY = -1
 IMAGES = "images"
 ROW_SHARE = "row_share"
 """The share with which a row's loss enters the loss of its slot, fp32 [B·R]; only where a slot has several rows. 0: the
 row holds nothing, and its other inputs are zero."""
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-HALF = (0.5, 0.5, 0.5)
-Channels = tuple[float, float, float]
 
 
 def slots(ids: np.ndarray, rank: int, world: int, micro_batch: int) -> np.ndarray:

@@ -40,6 +40,7 @@ from murmuration.data.index.unit_table import Missing
 from murmuration.data.index.units import as_rows, pattern_of, unit_named, unit_of_key, write_units
 from murmuration.data.store.index_files import cannot_write, index_file, make_folder, mode_between, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError
+from murmuration.data.store.stored import Stored
 from murmuration.data.store.tar import shown, split_name
 
 # Which files of a folder are records, in which order, and of which class.
@@ -409,24 +410,27 @@ class FolderIndex:
 
     def locate(self, record: int) -> tuple[Place, int, int]:
         """The file, 0 and its size."""
-        number, _ = self._find(record)
-        return self.root / os.fsdecode(self._name(number)), 0, int(self._rows["size"][number])
+        found = self.stored(record)
+        return found.place, found.start, found.end
+
+    def stored(self, record: int) -> Stored:
+        """A record is the file under its extension, and the number of its class as `cls`, like a class in webdataset's
+        shards."""
+        place, group = self._find(record)
+        name = os.fsdecode(self._name(place))
+        number = self._numbers[group] if self.labelled else None
+        return Stored(
+            self.root / name, 0, int(self._rows["size"][place]), name.rpartition(".")[2].lower(),
+            None if number is None else str(number).encode(),
+            None if self._digests is None else self._digests[place].tobytes(),
+        )  # fmt: skip
 
     def owner(self, record: int) -> str:
         """The class folder: a file name would reveal which record was drawn."""
         return str(self.root / self.shards[self._find(record)[1]].name)
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
-        """The file under its extension, and the number of its class as `cls`, like a class in webdataset's shards."""
-        place, group = self._find(record)
-        same = len(raw) == int(self._rows["size"][place])
-        if same and self._digests is not None:
-            same = hashlib.sha256(raw).digest()[:_DIGEST_BYTES] == self._digests[place].tobytes()
-        if not same:
-            raise ShardError(f"{self.owner(record)}: a file changed since it was indexed; restore it or index again")
-        suffix = os.fsdecode(self._name(place)).rpartition(".")[2].lower()
-        number = self._numbers[group] if self.labelled else None
-        return {suffix: raw} if number is None else {suffix: raw, "cls": str(number).encode()}
+        return self.stored(record).members(raw, self.owner(record))
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         """Check that every file is there with its size; with `contents`, also the bytes if they were hashed."""

@@ -39,6 +39,7 @@ from murmuration.data.index.salt import SALT, folders_of, make_salt
 from murmuration.data.index.scan import scan
 from murmuration.data.store.index_files import cannot_write, open_npy
 from murmuration.data.store.place import Place, Shard, ShardError, is_url, join, require_no_access
+from murmuration.data.store.stored import Stored
 from murmuration.data.store.tar import parse
 
 __all__ = ["ShardIndex", "Wanted", "build", "expand", "shared_shard"]
@@ -149,7 +150,7 @@ class ShardIndex:
         self.manifest_digest = digest
         """Covers names, counts, sizes and hashes; equal wherever the same shards are. Private if the records are."""
         self._kept = kept
-        self._filter: ClassFilter | None = None
+        self.filter: ClassFilter | None = None
         self._offsets = offsets
         self._ends = np.cumsum([shard.records for shard in manifest.shards], dtype=np.int64)
         self._checked = bytearray(len(manifest.shards))
@@ -210,12 +211,12 @@ class ShardIndex:
         """The same slots. That of a record of a class that is left out stays empty: its class is only known once it is
         read."""
         other = copy(self)
-        other._filter = classes
+        other.filter = classes
         return other
 
     def takes(self, members: Mapping[str, bytes]) -> bool:
         """Whether a record that was read takes part."""
-        return self._filter is None or self._filter.keeps(members)
+        return self.filter is None or self.filter.keeps(members)
 
     def held(self) -> np.ndarray:
         """Whether each shard is there. A file of another size is not a copy of it: ShardError."""
@@ -240,6 +241,10 @@ class ShardIndex:
     def owner(self, record: int) -> str:
         """The shard that contains the record."""
         return str(self.locate(record)[0])
+
+    def stored(self, record: int) -> Stored | None:
+        place, start, end = self.locate(record)
+        return Stored(place, start, end) if isinstance(place, Path) else None
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
         """The members of the record by suffix."""

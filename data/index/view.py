@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from murmuration.data.store.place import Place, RecordIndex, Shard
+from murmuration.data.store.stored import Stored, StoredRecords
 
 
 class IndexView(ABC):
@@ -43,6 +44,13 @@ class IndexView(ABC):
 
     def members(self, record: int, raw: bytes) -> dict[str, bytes]:
         return self.whole.members(self.original(record), raw)
+
+    def stored(self, record: int) -> Stored | None:
+        """None where a view adds to the members: another process could not."""
+        own = type(self).members is not IndexView.members
+        if own or not isinstance(self.whole, StoredRecords):
+            return None
+        return self.whole.stored(self.original(record))
 
     def check_unchanged(self, *, contents: bool = False) -> None:
         self.whole.check_unchanged(contents=contents)

@@ -29,8 +29,8 @@ from murmuration.accounting.durable import remove_left, sync, try_lock
 from murmuration.data.decode.class_list import OF_ROWS, RECEIPT, ClassList
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.fields import CAPTIONS
-from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool
+from murmuration.data.decode.record import DataSpec, RecordMaker
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.pack.dicom import Window, as_png, is_dicom
 from murmuration.data.pack.plan import Labels, Plan, Planned, settle
@@ -286,7 +286,7 @@ class _Pictures:
 
     def __init__(self, layout: Layout, request: Request) -> None:
         self._layout, self._window = layout, request.window
-        self._decoders = DecodePool(PictureMaker(8), request.workers)
+        self._decoders = DecodePool(RecordMaker(DataSpec(8)), request.workers)
         self._threads = ThreadPoolExecutor(request.workers + 2)
 
     def each(self, records: list[Planned]) -> Iterator[tuple[Planned, bytes | Fault]]:
@@ -299,7 +299,7 @@ class _Pictures:
             raw = self._layout.picture(record.at)
             if is_dicom(raw):
                 raw = as_png(raw, self._window)
-            self._decoders.make(raw, 0, 0)
+            self._decoders.picture(raw)
             return raw
         except BadPicture as error:
             return Fault(record.row, record.image, error.reason, error.detail)

@@ -20,17 +20,10 @@ from murmuration.data.batch.loader import Loader, PublicOrder, iterate
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
+from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.data.decode.picture import PictureMaker
-from murmuration.data.draw.micro_batch import (
-    HALF,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    Fetched,
-    MicroBatch,
-    Normalisation,
-    slots,
-)
+from murmuration.data.draw.micro_batch import Fetched, MicroBatch, Normalisation, slots
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build

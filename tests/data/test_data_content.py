@@ -116,7 +116,7 @@ def test_memory_errors_are_no_bad_records(monkeypatch: pytest.MonkeyPatch) -> No
 def augment(pixels: np.ndarray, kind: AugmentKind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
     """The view of a picture that is decoded in full."""
     height, width = pixels.shape[:2]
-    return choose_view(kind, width, height, size, key, step, record).render(pixels, size)
+    return choose_view(kind, width, height, size, key, step, record).render(Image.fromarray(pixels), size)
 
 
 @pytest.mark.parametrize("kind", KINDS)

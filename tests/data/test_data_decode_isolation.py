@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,7 +27,8 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.picture import PictureMaker
-from murmuration.data.decode.pool import DecodePool, DecoderError, Limits
+from murmuration.data.decode.pool import DecodePool, DecoderError, Limits, Wanted
+from murmuration.data.decode.record import RecordMaker
 from murmuration.data.index.shard_index import build
 from tests.support.hostile_files import DEEDS, endless_jpeg, one_bit_png
 
@@ -40,7 +43,8 @@ PICTURES = PictureMaker(24, "random_resized_crop", KEY)
 def pool(
     processes: int, limits: Limits = QUICK, program: str = "tests.support.hostile_files:crashing_worker"
 ) -> Iterator[DecodePool]:
-    made = DecodePool(PICTURES, processes, limits, program)
+    maker = RecordMaker(DataSpec(24, "random_resized_crop"))
+    made = DecodePool(maker, processes, lambda _step: KEY, limits, program)
     try:
         yield made
     finally:
@@ -58,30 +62,42 @@ def _children(pid: int | None = None) -> set[int]:
     return found
 
 
+def _together(made: DecodePool, files: Sequence[bytes], step: int) -> list[np.ndarray | str]:
+    """All in one message: the pixels of each, or why it is bad. Nothing is taken twice."""
+    taken = dict[int, np.ndarray]()
+
+    def take(place: int, row: np.void) -> None:
+        assert place not in taken
+        taken[place] = row["pixels"][0].copy()
+
+    wanted = [Wanted(record, None, partial(dict, jpg=data)) for record, data in enumerate(files)]
+    verdicts = made.make(wanted, step, take)
+    assert taken.keys() == {place for place, verdict in enumerate(verdicts) if verdict is True}
+    return [str(verdict) if isinstance(verdict, BadRecord) else taken[place] for place, verdict in enumerate(verdicts)]
+
+
 def test_pixels_are_those_of_this_process(picture: Callable[..., bytes]) -> None:
     files = [picture(number, 30 + number) for number in range(12)]
     expected = [PICTURES.make(data, 5, record) for record, data in enumerate(files)]
     for processes in (1, 3):
         with pool(processes) as made, ThreadPoolExecutor(4) as threads:
-            got = list(threads.map(lambda job: made.make(job[1], 5, job[0]), enumerate(files)))
+            got = list(threads.map(lambda job: made.picture(job[1], 5, job[0]), enumerate(files)))
+            together = _together(made, files, 5)
         assert all(np.array_equal(one, other) for one, other in zip(got, expected, strict=True))
+        assert all(np.array_equal(one, other) for one, other in zip(together, expected, strict=True))
 
 
 def test_bad_records_and_nothing_else(picture: Callable[..., bytes]) -> None:
-    """Culprits are bad, all at once and whatever they do; their neighbours come out the same."""
+    """Culprits are bad, all in one message and whatever they do; their neighbours come out the same, before and after
+    them."""
     deeds = {1: b"SEGV", 4: b"ABRT", 5: b"EXIT", 8: b"SPIN", 11: b"HOGS"}
     words = {1: "SIGSEGV", 4: "SIGABRT", 5: "exit code 3", 8: "0.6 s of computing", 11: "bytes"}
     assert set(deeds.values()) == DEEDS.keys() - {b"KILL", b"REST"}
     files = [deeds.get(record, picture(record)) for record in range(14)]
-    with pool(2) as made, ThreadPoolExecutor(6) as threads:
-
-        def one(record: int) -> np.ndarray | str:
-            try:
-                return made.make(files[record], 1, record)
-            except BadRecord as error:
-                return str(error)
-
-        got = list(threads.map(one, range(14)))
+    with pool(2) as made, patch.object(made, "_start", side_effect=made._start) as starts:
+        got = _together(made, files, 1)
+    # Each that dies is tried alone, and the others in a fresh process; what the last one lacked memory for, alone.
+    assert starts.call_count == 1 + 2 * 4 + 1
     for record, result in enumerate(got):
         if record in deeds:
             assert isinstance(result, str) and words[record] in result
@@ -89,25 +105,37 @@ def test_bad_records_and_nothing_else(picture: Callable[..., bytes]) -> None:
             assert np.array_equal(result, PICTURES.make(files[record], 1, record))
 
 
+def test_a_message_may_take_longer_than_a_record_may(picture: Callable[..., bytes]) -> None:
+    """Each record has its time for itself; who waits for a message sees that it gets on."""
+    files = [b"NAPS" + picture(record) for record in range(6)]
+    with pool(1, replace(QUICK, wall_seconds=1.0)) as made:
+        before = _children()
+        made.picture(picture(0))
+        workers = _children() - before
+        got = _together(made, files, 1)
+        assert _children() - before == workers
+    assert all(np.array_equal(one, PICTURES.make(files[n][4:], 1, n)) for n, one in enumerate(got))
+
+
 def test_a_decoder_that_sleeps_is_bad(picture: Callable[..., bytes]) -> None:
     """It uses no computing time; a known picture then proves that the machine is not to blame."""
     with pool(1, replace(QUICK, wall_seconds=2.0)) as made:
         with pytest.raises(BadRecord, match="still for 4 s"):
-            made.make(b"REST", 0, 0)
-        assert np.array_equal(made.make(picture(2), 7, 2), PICTURES.make(picture(2), 7, 2))
+            made.picture(b"REST", 0, 0)
+        assert np.array_equal(made.picture(picture(2), 7, 2), PICTURES.make(picture(2), 7, 2))
 
 
 def test_a_crash_that_does_not_come_again_is_no_verdict(tmp_path: Path) -> None:
     """The second try is a fresh process's; here it says that the content is empty, not that it crashed."""
     mark = tmp_path / "crashed"
     with pool(1) as made, pytest.raises(BadRecord, match="empty"):
-        made.make(b"ONCE" + str(mark).encode(), 0, 0)
+        made.picture(b"ONCE" + str(mark).encode(), 0, 0)
     assert mark.exists()
 
 
 def test_killed_from_outside_is_nobodys_fault() -> None:
     with pool(1) as made, pytest.raises(DecoderError, match="memory"):
-        made.make(b"KILL", 0, 0)
+        made.picture(b"KILL", 0, 0)
 
 
 def test_a_machine_that_stands_still_is_nobodys_fault(picture: Callable[..., bytes]) -> None:
@@ -116,7 +144,7 @@ def test_a_machine_that_stands_still_is_nobodys_fault(picture: Callable[..., byt
         pool(1, limits, "tests.support.hostile_files:standing_machine") as made,
         pytest.raises(DecoderError, match="is stuck on this machine"),
     ):
-        made.make(picture(1), 0, 0)
+        made.picture(picture(1), 0, 0)
 
 
 def test_a_starved_process_is_not_a_hanging_one(picture: Callable[..., bytes]) -> None:
@@ -124,10 +152,10 @@ def test_a_starved_process_is_not_a_hanging_one(picture: Callable[..., bytes]) -
     limits = Limits(cpu_seconds=0.3, wall_seconds=60.0)
     with pool(1, limits) as made:
         before = _children()
-        made.make(picture(1), 0, 0)
+        made.picture(picture(1), 0, 0)
         (worker,) = _children() - before
         threading.Thread(target=_goes_on_after, args=(worker, 1.5)).start()
-        assert np.array_equal(made.make(b"STOP" + picture(2), 7, 2), PICTURES.make(picture(2), 7, 2))
+        assert np.array_equal(made.picture(b"STOP" + picture(2), 7, 2), PICTURES.make(picture(2), 7, 2))
         assert worker in _children()
 
 
@@ -146,21 +174,21 @@ def test_a_jpeg_that_decodes_for_minutes_is_bad() -> None:
         pool(1, program="murmuration.data.decode.worker:serve") as made,
         pytest.raises(BadRecord, match=r"not done after 0\.6 s"),
     ):
-        made.make(data, 0, 0)
+        made.picture(data)
 
 
 def test_a_file_that_wants_more_memory_than_there_is_is_bad(picture: Callable[..., bytes]) -> None:
     limits = Limits(address_bytes=400 << 20)
     with pool(1, limits, "murmuration.data.decode.worker:serve") as made:
         with pytest.raises(BadRecord):
-            made.make(one_bit_png(9_400), 0, 0)
-        assert np.array_equal(made.make(picture(1), 0, 1), PICTURES.make(picture(1), 0, 1))
+            made.picture(one_bit_png(9_400), 0, 0)
+        assert np.array_equal(made.picture(picture(1), 0, 1), PICTURES.make(picture(1), 0, 1))
 
 
 def test_memory_that_earlier_images_left_behind_decides_about_no_record(picture: Callable[..., bytes]) -> None:
     with pool(1, program="tests.support.hostile_files:leaking_worker") as made:
         for record in range(3):
-            got = made.make(picture(record), 1, record)
+            got = made.picture(picture(record), 1, record)
             assert np.array_equal(got, PICTURES.make(picture(record), 1, record))
 
 
@@ -168,7 +196,7 @@ def test_processes_are_confined_and_quiet(capfd: pytest.CaptureFixture[str]) -> 
     with pool(1) as made:
         before = _children()
         with pytest.raises(BadRecord):
-            made.make(b"no image", 0, 0)
+            made.picture(b"no image", 0, 0)
         (worker,) = _children() - before
         assert resource.prlimit(worker, resource.RLIMIT_CORE) == (0, 0)
         assert resource.prlimit(worker, resource.RLIMIT_AS) == (QUICK.address_bytes, QUICK.address_bytes)
@@ -178,10 +206,10 @@ def test_processes_are_confined_and_quiet(capfd: pytest.CaptureFixture[str]) -> 
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(worker, name)
         with pytest.raises(BadRecord):
-            made.make(b"no image", 0, 0)
+            made.picture(b"no image", 0, 0)
         assert worker in _children()
         with pytest.raises(BadRecord):
-            made.make(b"ABRT", 0, 0)
+            made.picture(b"ABRT", 0, 0)
     assert _children() <= before
     assert capfd.readouterr() == ("", "")
 
@@ -198,9 +226,9 @@ def test_loading_parsers_is_not_the_first_records_time(suffix: str) -> None:
         with pool(1, replace(QUICK, cpu_seconds=0.04)) as made:
             if suffix == "none":
                 with pytest.raises(BadRecord):
-                    made.make(raw.getvalue(), 0, 0)
+                    made.picture(raw.getvalue(), 0, 0)
             else:
-                made.make(raw.getvalue(), 0, 0)
+                made.picture(raw.getvalue(), 0, 0)
             return len(_children() - before) == 1
 
     # A system that charges time by the tick may charge a process too much, but not each time.
@@ -214,14 +242,14 @@ def test_processes_end_with_the_trainer(tmp_path: Path, picture: Callable[..., b
 import sys, threading; sys.path[:0] = {[str(ROOT)]!r}
 from pathlib import Path
 from murmuration.data.decode.pool import DecodePool, Limits
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import DataSpec, RecordMaker
 limits = Limits(cpu_seconds=3.0, wall_seconds=10.0)
-pool = DecodePool(PictureMaker(24), 3, limits, "tests.support.hostile_files:crashing_worker")
+pool = DecodePool(RecordMaker(DataSpec(24)), 3, limits=limits, program="tests.support.hostile_files:crashing_worker")
 for deed in (b"SPIN", b"REST"):
-    threading.Thread(target=pool.make, args=(deed, 0, 1), daemon=True).start()
+    threading.Thread(target=pool.picture, args=(deed, 0, 1), daemon=True).start()
     while len(pool._all) < 1 + (deed == b"REST"):
         threading.Event().wait(0.01)
-pool.make(Path({str(tmp_path / "good.jpg")!r}).read_bytes(), 0, 2)
+pool.picture(Path({str(tmp_path / "good.jpg")!r}).read_bytes())
 print("ready", flush=True)
 threading.Event().wait()
 """
@@ -265,7 +293,7 @@ def test_batches_with_hostile_files_are_batches_without_them(
 
 def test_closing_frees_who_waits() -> None:
     with pool(1, Limits(cpu_seconds=600, wall_seconds=600)) as made, ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(made.make, b"SPIN", 0, 0)
+        waiting = threads.submit(made.picture, b"SPIN", 0, 0)
         while not _children():
             time.sleep(0.01)
         time.sleep(0.3)
@@ -276,9 +304,9 @@ def test_closing_frees_who_waits() -> None:
 
 def test_processes_are_replaced_before_leaks_add_up(picture: Callable[..., bytes]) -> None:
     before, seen = _children(), []
-    with pool(1, replace(QUICK, jobs_per_process=2), "murmuration.data.decode.worker:serve") as made:
+    with pool(1, replace(QUICK, records_per_process=2), "murmuration.data.decode.worker:serve") as made:
         for number in range(5):
-            assert np.array_equal(made.make(picture(number), 0, number), PICTURES.make(picture(number), 0, number))
+            assert np.array_equal(made.picture(picture(number), 0, number), PICTURES.make(picture(number), 0, number))
             (worker,) = _children() - before
             seen.append(worker)
     assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4]

@@ -173,8 +173,7 @@ def test_a_reader_that_is_closed_between_two_records_says_that_it_was_cancelled(
             yield 1
 
     with pytest.raises(CancelledError):
-        pixels = np.zeros((2, reader.spec.image_size, reader.spec.image_size, 3), dtype=np.uint8)
-        list(reader._all(ClosesInBetween([0, 1]), 0, pixels))  # pyright: ignore[reportPrivateUsage]
+        list(reader._made(ClosesInBetween([0, 1]), [0, 1], 0, None))  # pyright: ignore
 
 
 def test_closing_does_not_wait_for_a_stalled_server(remote: ShardIndex, server: RangeServer) -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from timm.models._hub import save_for_hf
 from torch import Tensor, nn
 
-from murmuration.data.draw.micro_batch import HALF, Normalisation
+from murmuration.data.channels import HALF
+from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.few_shot import draw_shots

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import resource
 import signal
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from murmuration.data.decode.decode import BadRecord
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import RecordMaker
 from murmuration.data.decode.worker import Make, serve
 
 
@@ -68,43 +69,49 @@ DEEDS = {
 def crashing_worker() -> None:
     """The real decoding process, but for the deeds above."""
 
-    def maker(setup: dict[str, Any]) -> Make:
-        def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
+    def adapt(maker: RecordMaker) -> Make:
+        def make(members: Mapping[str, bytes], record: int, step: int, key: bytes, into: np.void) -> bool:
+            data = members["jpg"]
+            into["pixels"] = 77  # whatever happens now, the row holds something
             if data[:4] in DEEDS:
                 DEEDS[data[:4]]()
-            if data[:4] == b"ONCE" and not os.path.exists(data[4:].decode()):
-                open(data[4:].decode(), "w").close()
-                _segfault()
+            if data[:4] == b"ONCE":
+                if not os.path.exists(data[4:].decode()):
+                    open(data[4:].decode(), "w").close()
+                    _segfault()
+                data = b""
+            if data[:4] == b"NAPS":
+                time.sleep(0.4)
+                data = data[4:]
             if data[:4] == b"STOP":  # in the middle of its work the process gets no more computing time
                 os.kill(os.getpid(), signal.SIGSTOP)
                 data = data[4:]
-            pictures = PictureMaker(setup["size"], setup["augment"], key)
-            return pictures.make(data if data[:4] != b"ONCE" else b"", step, record)
+            return maker.make({**members, "jpg": data}, record, step, key, into)
 
         return make
 
-    serve(maker)
+    serve(adapt)
 
 
 def standing_machine() -> None:
     """A decoding process on a machine where nothing moves."""
-    serve(lambda _setup: lambda _data, _step, _record, _key: time.sleep(600) or np.zeros(1))
+    serve(lambda _maker: lambda *_asked: time.sleep(600) or True)
 
 
 def leaking_worker() -> None:
     """Each image leaves memory behind, and the decoder words the lack of it as if the next image were damaged."""
     kept: list[np.ndarray] = []
 
-    def maker(setup: dict[str, Any]) -> Make:
-        def make(data: bytes, step: int, record: int, key: bytes) -> np.ndarray:
+    def adapt(maker: RecordMaker) -> Make:
+        def make(members: Mapping[str, bytes], record: int, step: int, key: bytes, into: np.void) -> bool:
             if kept:
                 raise BadRecord("could not create decoder object")
-            kept.append(np.empty(setup["address_bytes"] * 6 // 10, np.uint8))
-            return PictureMaker(setup["size"], setup["augment"], key).make(data, step, record)
+            kept.append(np.empty(resource.getrlimit(resource.RLIMIT_AS)[0] * 6 // 10, np.uint8))
+            return maker.make(members, record, step, key, into)
 
         return make
 
-    serve(maker)
+    serve(adapt)
 
 
 def blank_a_picture(shard: Path) -> None:

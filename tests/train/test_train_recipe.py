@@ -16,6 +16,7 @@ from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.train.config.root import Config
+from murmuration.train.recipe import ready_phase
 from murmuration.train.recipe.ready_phase import RecipeError, plan_of_phase, planned_epsilon, prepare
 from tests.support.config_base import Change, drop, put
 from tests.support.texture_samples import texture_samples
@@ -42,8 +43,17 @@ def real(tmp_path: Path, loaded: Callable[..., Config]) -> Callable[..., Config]
 def test_phases_open_their_data(real: Callable[..., Config]) -> None:
     warm, private = prepare(real())
     assert (warm.index.records, private.index.records, private.private) == (16, 40, True)
-    assert private.text is not None and set(private.contents()) == {"data", "pixels", "tokenizer"}
-    assert set(warm.contents()) == {"data", "pixels"} and warm.held_out is None
+    assert private.text is not None and set(private.contents()) == {"data", "decoder", "pixels", "tokenizer"}
+    assert set(warm.contents()) == {"data", "decoder", "pixels"} and warm.held_out is None
+
+
+def test_another_decoder_is_another_phase(real: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels may differ between two of them, and a step that is made again must not."""
+    config = real()
+    known = config.digest(1, prepare(config)[1].contents())
+    assert known == config.digest(1, prepare(config)[1].contents())
+    monkeypatch.setattr(ready_phase, "DECODER", "Pillow 99")
+    assert known != config.digest(1, prepare(config)[1].contents())
 
 
 @pytest.mark.parametrize(

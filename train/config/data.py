@@ -46,7 +46,10 @@ class ReadingSettings(Section):
         description="Decoding processes per rank; null: the free cores; 0: decodes inside the trainer, not isolated.",
     )
     in_flight: int | None = Field(
-        default=None, gt=0, description="Records read concurrently; null: 64 from a URL, else workers + 2."
+        default=None,
+        gt=0,
+        description="Records that the trainer reads concurrently (decoding processes read local ones); null: 64 from a "
+        "URL, else workers + 2.",
     )
     timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one request to a remote store.")
     cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, unencrypted.")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from murmuration.accounting.certificate.weights import RENAMED
-from murmuration.data.draw.micro_batch import IMAGENET_MEAN, IMAGENET_STD
+from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder, open_vocabulary
 from murmuration.model.build import Model

@@ -18,7 +18,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from murmuration.accounting.certificate.provenance import KEY as PROVENANCE
-from murmuration.data.draw.micro_batch import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels, Normalisation
+from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels
+from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named import LIBRARIES, PREPROCESSOR, statistics_of
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings

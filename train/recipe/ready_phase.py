@@ -21,6 +21,7 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Reduce, Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.stream import StreamIndex
@@ -148,7 +149,9 @@ class ReadyPhase:
             found["start"] = self.start.digest
         if self.settings.plateau is not None and self.held_out is not None:
             found |= _identity("held_out", self.held_out, True)
-        return found | {"pixels": pixels.in_words(self.pixels)}
+        found["pixels"] = pixels.in_words(self.pixels)
+        # A step that is made again must have the same bits: pixels are those of one decoder in one version.
+        return found | {"decoder": DECODER} if isinstance(self.settings.data, READ) else found
 
     @property
     def measured(self) -> HeldOut | None:

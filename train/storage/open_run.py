@@ -211,8 +211,9 @@ class OpenRun:
             return known[-1]
         if known and self.new_segment is None and reason == "the config changed":
             raise LedgerError(
-                f"phase {name!r} was configured differently when it began, or other records were excluded; restore the "
-                "config and the list, or declare the change with --new-segment 'why' (all opened steps stay charged)"
+                f"phase {name!r} was configured differently when it began, other records were excluded, or another "
+                "version of Pillow or cykooz-resizer made its pictures; restore these, or declare the change with "
+                "--new-segment 'why' (all opened steps stay charged)"
             )
         salt = "debug" if self.key.debug else None
         return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
