@@ -89,7 +89,7 @@ def extract(
         spec = replace(spec, augment="random_resized_crop")
     count = max(1, views)
     told = f"{digest_of_model(model)} {way} {index.manifest_digest} {index.excluded_digest} {spec!r} {count}"
-    told += f" {spec.class_list.digest if spec.class_list else ''} {computing.precision} {computing.micro_batch}"
+    told += f" {spec.class_list.digest if spec.class_list else ''} {computing.precision} {computing.micro_batch} {DECODER}"
     identity = hashlib.sha256(told.encode()).hexdigest()
     store = FeatureFolder.within(folder, identity, count * index.records, width_of(model, way))
     with claimed(store, sharing) as some:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.classifier import Classifier
@@ -194,8 +195,8 @@ def apart(features: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 def identity_of(model: Classifier, records: str, spec: DataSpec, precision: Precision) -> str:
     """A digest of everything that a row depends on: the records (and which are excluded), which of their pixels and
-    labels are read, the body and the precision. Models that differ only in the head share it."""
-    found = hashlib.sha256(f"{records} {precision} {spec!r} {_body(model.shape)!r}".encode())
+    labels are read, and by what decoder, the body and the precision. Models that differ only in the head share it."""
+    found = hashlib.sha256(f"{records} {precision} {spec!r} {DECODER} {_body(model.shape)!r}".encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not name.startswith("head."):
             found.update(name.encode())
