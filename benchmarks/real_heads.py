@@ -1,0 +1,117 @@
+"""The heads of `ds_configs/studies/mehta_one_step.json` computed again, by NumPy and scikit-learn alone.
+
+    OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --out benchmarks/results/real_heads.json
+
+TRAIN and TEST are the folders in which runs of the study keep the features of the private and of the held-out records.
+Nothing of the trainer runs here: the noise of a single Gaussian step is solved from its closed form, drawn by NumPy,
+and added to sums that NumPy makes. So the private numbers must be the study's, within their scatter. The last rows are
+the best heads that scikit-learn finds without noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import ndtr, softmax
+from sklearn.linear_model import LogisticRegression, RidgeClassifier
+
+CLASSES, DELTA = 10, 1e-5
+STEPS, PEAK, MOMENTUM, NORM = 60, 0.67, 0.9, 4.3
+"""As in ds_configs/studies/cifar10_descent.json."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", type=Path)
+    parser.add_argument("test", type=Path)
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 1.0, 8.0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    features, labels = read(given.train)
+    held, answers = read(given.test)
+
+    def top_1(weight: np.ndarray, bias: np.ndarray | float = 0.0) -> float:
+        return float(((held @ weight.T + bias).argmax(1) == answers).mean())
+
+    rows: list[dict[str, object]] = []
+
+    def note(head: str, epsilon: float | None, found: list[float]) -> None:
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        rows.append({"head": head, "epsilon": epsilon, "top_1": statistics.mean(found), "sd": spread, "runs": found})
+        told = "without noise" if epsilon is None else f"ε = {epsilon:g}"
+        print(f"{head:<22} {told:<14} {statistics.mean(found):.4f} ± {spread:.4f}", flush=True)
+
+    heads: dict[str, Callable[[float, int], float]] = {
+        "60 steps, momentum": lambda e, seed: top_1(*descent(features, labels, sigma_of(e), seed)),
+        "one pass": lambda e, seed: top_1(one_pass(features, labels, sigma_of(e), seed)),
+    }
+    for head, make in heads.items():
+        for epsilon in given.epsilons:
+            note(head, epsilon, [make(epsilon, seed) for seed in range(given.seeds)])
+    note("60 steps, momentum", None, [top_1(*descent(features, labels, 0.0, 0))])
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    for strength in (1.0, 0.1):
+        ridge = RidgeClassifier(alpha=strength, fit_intercept=False, solver="cholesky").fit(unit, labels)
+        note(f"ridge, {strength:g}", None, [top_1(ridge.coef_)])
+    logistic = LogisticRegression(C=0.01, max_iter=1000).fit(features, labels)
+    note("logistic regression", None, [top_1(logistic.coef_, logistic.intercept_)])
+    if given.out is not None:
+        given.out.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+def read(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    labels = np.fromfile(folder / "labels.i64", np.int64)
+    return np.fromfile(folder / "features.f32", np.float32).reshape(len(labels), -1), labels
+
+
+def sigma_of(epsilon: float) -> float:
+    """The noise multiplier of one Gaussian mechanism with this ε (Balle and Wang, 2018)."""
+
+    def excess(sigma: float) -> float:
+        middle = epsilon * sigma
+        return ndtr(0.5 / sigma - middle) - math.exp(epsilon) * ndtr(-0.5 / sigma - middle) - DELTA
+
+    return cast(float, brentq(excess, 0.05, 500.0))
+
+
+def descent(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax regression from zero in steps over all records; T steps with noise σ√T are one with noise σ."""
+    chance, inputs = np.random.default_rng(seed), np.hstack([features, np.ones((len(features), 1), np.float32)])
+    right = np.eye(CLASSES, dtype=np.float32)[labels]
+    lengths = np.linalg.norm(inputs, axis=1)
+    weight = np.zeros((CLASSES, inputs.shape[1]), np.float32)
+    move = np.zeros_like(weight)
+    for step in range(STEPS):
+        errors = softmax(inputs @ weight.T, axis=1) - right
+        norms = np.linalg.norm(errors, axis=1) * lengths
+        errors *= np.minimum(1, NORM / np.maximum(norms, 1e-12))[:, None]
+        total = errors.T @ inputs
+        total += sigma * math.sqrt(STEPS) * NORM * chance.standard_normal(weight.shape).astype(np.float32)
+        move = MOMENTUM * move + total / len(features)
+        weight -= PEAK * 0.5 * (1 + math.cos(math.pi * step / STEPS)) * move
+    return weight[:, :-1], weight[:, -1]
+
+
+def one_pass(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -> np.ndarray:
+    """Ridge regression from two noised sums: each record, its features of length 1, adds (√.3·z zᵀ, √.7·y zᵀ)."""
+    chance, width = np.random.default_rng(seed), features.shape[1]
+    unit = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float64)
+    of_second, of_cross = sigma / math.sqrt(0.3), sigma / math.sqrt(0.7)
+    second = unit.T @ unit + of_second * chance.standard_normal((width, width))
+    cross = np.eye(CLASSES)[labels].T @ unit + of_cross * chance.standard_normal((CLASSES, width))
+    values, vectors = np.linalg.eigh((second + second.T) / 2)
+    ridge = 0.25 * of_second * math.sqrt(2 * width)  # a quarter of the largest eigenvalue of the noise alone
+    return cross @ (vectors / (np.maximum(values, 0) + ridge)) @ vectors.T
+
+
+if __name__ == "__main__":
+    main()
