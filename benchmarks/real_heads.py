@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from scipy.optimize import brentq
@@ -61,7 +62,7 @@ def main() -> None:
     for strength in (1.0, 0.1):
         ridge = RidgeClassifier(alpha=strength, fit_intercept=False, solver="cholesky").fit(unit, labels)
         note(f"ridge, {strength:g}", None, [top_1(ridge.coef_)])
-    logistic = LogisticRegression(C=0.01, max_iter=200).fit(features, labels)
+    logistic = LogisticRegression(C=0.01, max_iter=1000).fit(features, labels)
     note("logistic regression", None, [top_1(logistic.coef_, logistic.intercept_)])
     if given.out is not None:
         given.out.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
@@ -79,7 +80,7 @@ def sigma_of(epsilon: float) -> float:
         middle = epsilon * sigma
         return ndtr(0.5 / sigma - middle) - math.exp(epsilon) * ndtr(-0.5 / sigma - middle) - DELTA
 
-    return float(brentq(excess, 0.05, 500.0))
+    return cast(float, brentq(excess, 0.05, 500.0))
 
 
 def descent(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,13 +102,14 @@ def descent(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -
 
 
 def one_pass(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -> np.ndarray:
-    """Ridge regression from two noised sums: each record, its features of length 1, adds (z zᵀ, y zᵀ) / √2."""
+    """Ridge regression from two noised sums: each record, its features of length 1, adds (√.3·z zᵀ, √.7·y zᵀ)."""
     chance, width = np.random.default_rng(seed), features.shape[1]
     unit = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float64)
-    second = unit.T @ unit + math.sqrt(2) * sigma * chance.standard_normal((width, width))
-    cross = np.eye(CLASSES)[labels].T @ unit + math.sqrt(2) * sigma * chance.standard_normal((CLASSES, width))
+    of_second, of_cross = sigma / math.sqrt(0.3), sigma / math.sqrt(0.7)
+    second = unit.T @ unit + of_second * chance.standard_normal((width, width))
+    cross = np.eye(CLASSES)[labels].T @ unit + of_cross * chance.standard_normal((CLASSES, width))
     values, vectors = np.linalg.eigh((second + second.T) / 2)
-    ridge = math.sqrt(2) * sigma * math.sqrt(2 * width)  # the largest eigenvalue of the noise alone
+    ridge = 0.25 * of_second * math.sqrt(2 * width)  # a quarter of the largest eigenvalue of the noise alone
     return cross @ (vectors / (np.maximum(values, 0) + ridge)) @ vectors.T
 
 

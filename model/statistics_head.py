@@ -3,7 +3,7 @@
 The sums are X = Σ z zᵀ and Y = Σ y zᵀ over all records, where z is a record's features, cut to a length of at most 1,
 and y says which of the classes are right. They are the gradients of a loss that is linear in two matrices,
 
-    loss = √share · zᵀ·gram·z + √(1 - share) · yᵀ·cross·z,
+    loss = √SHARE · zᵀ·gram·z + √(1 - SHARE) · yᵀ·cross·z,
 
 so the private step computes, bounds, sums and noises them as it does any gradient: no record's share is longer than 1.
 One step of plain descent from zero leaves -X and -Y, scaled and divided by n, in the two matrices. What follows is
@@ -21,9 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GRAM, CROSS, SOLVING = "gram", "cross", "solving"
-RIDGE, LENGTH, BALANCED, SHARE = 0, 1, 2, 3
-"""What the numbers in `solving` are. `SHARE` is the part that X has in the square of what a record adds."""
-EVEN, LITTLE = 0.5, 0.1
+RIDGE, LENGTH, BALANCED = 0, 1, 2
+"""What the numbers in `solving` are."""
+SHARE, DAMPED = 0.3, 0.25
+"""The part that X has in the square of what a record adds, and the ridge, in units of the largest eigenvalue that noise
+alone would have. Of shares from .1 to .7 and ridges from 1/8 to 2, what was best or within a point of it on features of
+CIFAR-10, whether noise hid most of X or little (`benchmarks/real_heads.py`; docs/results.md)."""
 RAREST = 0.1
 """A class is taken to have at least this share of the records that it would have if all were equally common: the mean
 of a rarer one would be noise blown up."""
@@ -46,7 +49,7 @@ class StatisticsHead(nn.Linear):
         width = base.in_features + 1
         self.gram = nn.Parameter(base.weight.new_zeros(width, width))
         self.cross = nn.Parameter(base.weight.new_zeros(base.out_features, width))
-        self.register_buffer(SOLVING, base.weight.new_tensor([SMALLEST_RIDGE, 0.0, 0.0, EVEN]))
+        self.register_buffer(SOLVING, base.weight.new_tensor([SMALLEST_RIDGE, 0.0, 0.0]))
         self._known: tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None = None
 
     def settle(
@@ -56,10 +59,10 @@ class StatisticsHead(nn.Linear):
         divided by it and cut to 1, and the head has biases; otherwise every record's features are scaled to length 1,
         and it has none. `balanced` needs a length: the head is then that of discriminant analysis, which answers as if
         all classes were equally common."""
-        share = share_against(noise, self.in_features)
         if ridge is None:
-            ridge = ridge_against(noise / math.sqrt(share), self.in_features)
-        for place, value in ((RIDGE, ridge), (LENGTH, length or 0.0), (BALANCED, float(balanced)), (SHARE, share)):
+            ridge = DAMPED * largest_eigenvalue(noise / math.sqrt(SHARE), self.in_features)
+        numbers = ((RIDGE, max(SMALLEST_RIDGE, ridge)), (LENGTH, length or 0.0), (BALANCED, float(balanced)))
+        for place, value in numbers:
             self.solving[place] = value
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -71,8 +74,7 @@ class StatisticsHead(nn.Linear):
             inputs, targets = self._inputs(input.detach().float()), self._targets(labels)
             squares = (F.linear(inputs, self.gram) * inputs).sum(1)
             products = (F.linear(inputs, self.cross) * targets).sum(1)
-            share = self.solving[SHARE]
-            return share.sqrt() * squares + (1 - share).sqrt() * products
+            return math.sqrt(SHARE) * squares + math.sqrt(1 - SHARE) * products
 
     def _inputs(self, features: Tensor) -> Tensor:
         """[B, width + 1], of length at most 1: the features, and a constant for the biases if there are any."""
@@ -101,8 +103,8 @@ class StatisticsHead(nn.Linear):
 @torch.no_grad()
 def solution(gram: Tensor, cross: Tensor, solving: Tensor) -> tuple[Tensor, Tensor]:
     """Weight [classes, features] and bias [classes], from what descent has left of the sums."""
-    ridge, length, balanced, share = (float(number) for number in solving)
-    both, classes = -gram.double() / math.sqrt(share), -cross.double() / math.sqrt(1 - share)
+    ridge, length, balanced = (float(number) for number in solving)
+    both, classes = -gram.double() / math.sqrt(SHARE), -cross.double() / math.sqrt(1 - SHARE)
     if balanced:
         weight, bias = _discriminant(both, classes, ridge)
     else:
@@ -137,16 +139,10 @@ def _inverse(matrix: Tensor, ridge: float) -> Tensor:
     return (vectors / (values.clamp(min=0.0) + ridge)) @ vectors.T
 
 
-def share_against(noise: float, width: int) -> float:
-    """Half, where X shows more than noise: its eigenvalues are 1/width on average. Otherwise the ridge hides X, and
-    nearly all of what a record may add is better spent on Y."""
-    return EVEN if ridge_against(noise / math.sqrt(EVEN), width) <= 1 / width else LITTLE
-
-
-def ridge_against(noise: float, width: int) -> float:
-    """As large as the largest eigenvalue of symmetric noise: `noise` is its deviation in one element of the mean
-    before X is made symmetric, which halves the variance outside the diagonal."""
-    return max(SMALLEST_RIDGE, noise * math.sqrt(2 * width))
+def largest_eigenvalue(noise: float, width: int) -> float:
+    """Of symmetric noise alone: `noise` is its deviation in one element of the mean before X is made symmetric, which
+    halves the variance outside the diagonal."""
+    return noise * math.sqrt(2 * width)
 
 
 def solved_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

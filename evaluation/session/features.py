@@ -20,6 +20,7 @@ from torch import Tensor
 from murmuration.data.batch.loader import iterate
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import EMPTY
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.errors import EvaluationError
@@ -89,7 +90,9 @@ def extract(
         spec = replace(spec, augment="random_resized_crop")
     count = max(1, views)
     told = f"{digest_of_model(model)} {way} {index.manifest_digest} {index.excluded_digest} {spec!r} {count}"
-    told += f" {spec.class_list.digest if spec.class_list else ''} {computing.precision} {computing.micro_batch} {DECODER}"
+    told += (
+        f" {spec.class_list.digest if spec.class_list else ''} {DECODER} {computing.precision} {computing.micro_batch}"
+    )
     identity = hashlib.sha256(told.encode()).hexdigest()
     store = FeatureFolder.within(folder, identity, count * index.records, width_of(model, way))
     with claimed(store, sharing) as some:

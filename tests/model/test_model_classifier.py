@@ -21,7 +21,7 @@ from murmuration.model.classifier import Classifier, TransformerClassifier, clas
 from murmuration.model.resnet import ResNetClassifier
 from murmuration.model.settings import ModelSettings
 from murmuration.model.sizes import RESNETS, Size
-from murmuration.model.statistics_head import StatisticsHead, ridge_against, solved_state
+from murmuration.model.statistics_head import StatisticsHead, largest_eigenvalue, solved_state
 from murmuration.model.trainable import merged, select
 
 TRANSFORMER: dict[str, Any] = {"image_size": 36, "patch_size": 8, "width": 32, "depth": 2, "heads": 4, "classes": 7}
@@ -279,9 +279,8 @@ def test_balanced_answers_do_not_favour_the_common_class() -> None:
     assert abs(one - other) < 0.1 and min(one, other) > 0.6
 
 
-def test_noise_alone_is_damped() -> None:
-    """The ridge that is taken against noise is its largest eigenvalue, so that no direction is noise blown up."""
+def test_the_ridge_follows_the_largest_eigenvalue_of_noise_alone() -> None:
     draw, width, deviation = torch.Generator().manual_seed(3), 300, 1e-3
     noise = torch.randn(width, width, generator=draw) * deviation
     largest = float(torch.linalg.eigvalsh((noise + noise.T) / 2).abs().max())
-    assert 0.9 * largest < ridge_against(deviation, width) < 1.15 * largest
+    assert 0.9 * largest < largest_eigenvalue(deviation, width) < 1.15 * largest

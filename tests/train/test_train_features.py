@@ -28,6 +28,7 @@ from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Param
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.run import cached_features
 from murmuration.train.run.cached_features import apart, identity_of
 from murmuration.train.storage.feature_store import (
     ABSENT,
@@ -123,7 +124,7 @@ def test_heads_and_seeds_share_the_features_of_one_body(tmp_path: Path) -> None:
         assert made(tmp_path, alone(), Pictures(), model)[1].asked == [], name
 
 
-def test_the_identity_is_of_records_pixels_labels_body_and_precision() -> None:
+def test_the_identity_is_of_records_pixels_labels_body_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     other = head_only(head_scale=1.0)
     assert identity_of(other, *OF) == identity_of(head_only(), *OF), "the head is no part"
     digest, spec, precision = OF
@@ -142,6 +143,9 @@ def test_the_identity_is_of_records_pixels_labels_body_and_precision() -> None:
     nets = [build(RESNET.model_copy(update=more), "classify") for more in ({}, {"head_scale": 1.0}, {"stages": (2,)})]
     first, head, deeper = (identity_of(net, *OF) for net in nets)
     assert first == head != deeper
+    before = identity_of(other, *OF)
+    monkeypatch.setattr(cached_features, "DECODER", "another")
+    assert identity_of(other, *OF) != before, "pixels are a decoder's"
 
 
 def test_ranks_share_the_rows_and_their_files_are_the_owners_alone(tmp_path: Path) -> None:

@@ -193,8 +193,8 @@ class SolvedHead(Section):
     ridge: float | None = Field(
         default=None,
         gt=0,
-        description="Added to every eigenvalue of the mean of z·zᵀ, whose largest is at most 1; null: the largest "
-        "eigenvalue that noise alone is expected to have.",
+        description="Added to every eigenvalue of the mean of z·zᵀ, whose largest is at most 1; null: a quarter "
+        "of the largest eigenvalue that noise alone is expected to have.",
     )
     feature_norm: float | None = Field(
         default=None,
