@@ -16,8 +16,8 @@ HEAD = """# Results on real pictures
 
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
 
-What private training reaches here on pictures that nobody drew, each row from the command above it. A mean has the
-deviation over its runs, which have keys and weights of their own.
+What private training reaches here on pictures that nobody drew, by the command above each table. A mean has the
+deviation over its runs, each with keys and initial weights of its own.
 """
 
 
@@ -50,8 +50,10 @@ def section(told: dict[str, Any], name: str) -> str:
 ![{found["title"]}](../benchmarks/results/studies/{name}.png)
 
 The {cost["runs"]} private runs together cost a record ε = {cost["epsilon_together"]:.4g} at δ = \
-{cost["delta_together"]:.3g} if their settings were fixed beforehand, and {cost["epsilon_sum"]:.4g} in any case. \
-{told["minutes"]:g} minutes on {told["machine"]}, commit {told["commit"]}. {told["besides"]}
+{cost["delta_together"]:.3g} if their settings were fixed beforehand, and {cost["epsilon_sum"]:.4g} in any case.
+{told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
+
+{told["besides"]}
 """
 
 

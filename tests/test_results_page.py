@@ -1,0 +1,38 @@
+"""docs/results.md says what the committed studies found, and what was computed again beside them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "results.md").read_text()
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "benchmarks" / "results_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_studies_give() -> None:
+    assert script().page() == PAGE, "run: python benchmarks/results_page.py > docs/results.md"
+
+
+def test_numpy_and_scikit_learn_found_what_the_page_says_and_the_study_within_its_scatter() -> None:
+    again = json.loads((ROOT / "benchmarks" / "results" / "real_heads.json").read_text())
+    study = json.loads((ROOT / "benchmarks" / "results" / "studies" / "mehta_one_step_cifar.json").read_text())["study"]
+    ours = {(row["arm"], row["place"]): row["measures"]["top-1"] for row in study["rows"]}
+    for row in again:
+        assert f"{row['top_1']:.3f}" in PAGE or row["head"] == "ridge, 1", row
+        if row["epsilon"] is not None:
+            mine = ours[row["head"], row["epsilon"]]
+            assert mine["value"] == pytest.approx(
+                row["top_1"], abs=3 * (mine["sd"] ** 2 + row["sd"] ** 2) ** 0.5 + 1e-3
+            )
