@@ -109,8 +109,10 @@ def one_pass(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) 
     second = unit.T @ unit + of_second * chance.standard_normal((width, width))
     cross = np.eye(CLASSES)[labels].T @ unit + of_cross * chance.standard_normal((CLASSES, width))
     values, vectors = np.linalg.eigh((second + second.T) / 2)
-    ridge = 0.25 * of_second * math.sqrt(2 * width)  # a quarter of the largest eigenvalue of the noise alone
-    return cross @ (vectors / (np.maximum(values, 0) + ridge)) @ vectors.T
+    largest = of_second * math.sqrt(2 * width)  # eigenvalue of the noise alone: what it hides tells its mean alone
+    alike = np.abs(values - np.median(values)) <= largest
+    values[alike] = values[alike].mean()
+    return cross @ (vectors / (np.maximum(values, 0) + 0.25 * largest)) @ vectors.T
 
 
 if __name__ == "__main__":
