@@ -412,7 +412,8 @@ def test_a_dry_run_and_the_planner_warn(tmp_path: Path, capsys: pytest.CaptureFi
     raw["phases"][0]["privacy"] |= {"noise_multiplier": 1e8}
     path.write_text(json.dumps(raw))
     warned = "  warning       σ = 1e+08: nothing can be learned"
-    assert warned in as_text(meaning(load(path, [])))
+    text = as_text(meaning(load(path, [])))
+    assert warned in text and "nothing is measured while it trains, so nobody will see whether it learns" in text
     assert ask(path) == 0 and warned in capsys.readouterr().out
 
 
