@@ -12,7 +12,7 @@ from tests.golden.commands import ROOT
 # What is replaced before texts are compared, because it depends on times, places or chance and not on what the code
 # does: the folder that everything is made in; measured rates and times; random names inside pictures; hosts, processes
 # and times in names of event files; whether DeepSpeed compiled its operation just now; and the hash of a config that
-# holds absolute paths. Events themselves, which hold times, and the inode numbers of identity.json are not compared.
+# holds absolute paths, with the signature over it. Events themselves, which hold times, and the inode numbers of identity.json are not compared.
 # Nothing is replaced in ledgers and checkpoints: they hold no time and no path, and the versions of packages in them
 # are those of the one environment in which two commits are compared.
 NORMALISED = (
@@ -20,6 +20,7 @@ NORMALISED = (
     (re.compile(r"[\d,.]+ samples/s"), "<rate> samples/s"),
     (re.compile(r"ETA [\dhms]+"), "ETA <time>"),
     (re.compile(r"(config_sha256\W+)[0-9a-f]{64}"), r"\1<depends on paths>"),
+    (re.compile(r'("value": ")[0-9a-f]{128}"'), r'\1<signs that, too>"'),
     (re.compile(r"\b([mp])[0-9a-f]{10}\b"), r"\1<id>"),
     (re.compile(r"<dc:date>[^<]*"), "<dc:date><time>"),
     (re.compile(r'("last_start\W+|last started on )[-\d]{10}'), r"\1<day>"),
