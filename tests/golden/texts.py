@@ -12,7 +12,8 @@ from tests.golden.commands import ROOT
 # What is replaced before texts are compared, because it depends on times, places or chance and not on what the code
 # does: the folder that everything is made in; measured rates and times; random names inside pictures; hosts, processes
 # and times in names of event files; whether DeepSpeed compiled its operation just now; and the hash of a config that
-# holds absolute paths, with the signature over it. Events themselves, which hold times, and the inode numbers of identity.json are not compared.
+# holds absolute paths, with the signature over it. Events themselves, which hold times, and the inode numbers of
+# identity.json are not compared.
 # Nothing is replaced in ledgers and checkpoints: they hold no time and no path, and the versions of packages in them
 # are those of the one environment in which two commits are compared.
 NORMALISED = (
