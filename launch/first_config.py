@@ -28,6 +28,7 @@ from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.subject import WEIGHT_FILES, Subject
 from murmuration.evaluation.models.weights import Evaluated, Sizes, open_model
+from murmuration.model.named import DECIDED, LIBRARIES, TITLES, Named
 from murmuration.model.settings import ModelSettings, Shape
 from murmuration.model.sizes import TABLES, Family, Stack
 from murmuration.train.commands.dry_run import meaning
@@ -36,6 +37,7 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.recipe.labels import FOLDERS, read_list, require_public_names
 from murmuration.train.recipe.open_data import known_records
+from murmuration.train.recipe.pixels import NAMED
 from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.recipe.record_names import shared_names
 from murmuration.train.recipe.warm_start import EXPORTED
@@ -267,16 +269,36 @@ def _to_start_from(path: Path) -> Path:
 def _model(asked: ConfigRequest, rule: Rule, start: Evaluated | None, outputs: int) -> dict[str, Any]:
     if start is not None and asked.size is not None:
         raise RecipeError("--size is that of the weights that --start names; leave it out")
-    if start is not None:
+    if start is not None and start.shape.named is not None:
+        section = _of_library(asked, rule, start, start.shape.named)
+    elif start is not None:
         section = _of_shape(rule.family, start.shape, asked.image_size)
     else:
         image_size = asked.image_size or ModelSettings.model_fields["image_size"].default
         section = {"family": rule.family, **_of_size(rule.family, asked.size or "small", image_size)}
-    if rule.family == "classifier":
+    if asked.goal == "classify":
         section |= {"classes": outputs, **({"classify_loss": "sigmoid"} if asked.multi_label else {})}
     elif outputs:
         section["vocabulary"] = max(outputs, start.shape.vocabulary if start and start.objective == "caption" else 0)
     return section
+
+
+def _of_library(asked: ConfigRequest, rule: Rule, start: Evaluated, named: Named) -> dict[str, Any]:
+    """An encoder by name: the library knows its sizes, and its own files how pixels are normalised."""
+    if rule.family == "mae":
+        raise RecipeError(f"--start: {named} is trained by classify or caption; choose one of them")
+    if named.library not in LIBRARIES:
+        trained = " and ".join(TITLES[library] for library in LIBRARIES)
+        raise RecipeError(f"--start: {named} can be evaluated, but only encoders of {trained} are trained; name one")
+    assert asked.start is not None
+    folder = asked.start if asked.start.is_dir() else asked.start.parent
+    section: dict[str, Any] = {"family": named.library, "name": named.name}
+    section |= {"name": str(folder.resolve())} if named.library == "hf" else {}
+    own = {key: value for key, value in named.arguments.items() if key not in DECIDED}
+    section |= {"model_args": own} if own and named.library == "timm" else {}
+    pixels = next((name for name, known in NAMED.items() if known == start.pixels), None)
+    section |= {"pixels": pixels or {"mean": list(start.pixels.mean), "std": list(start.pixels.std)}}
+    return section | {"image_size": asked.image_size or start.shape.image_size}
 
 
 def _of_size(family: Family, size: str, image_size: int) -> dict[str, Any]:

@@ -7,15 +7,24 @@ import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
 from torch import nn
+from transformers import ConvNextConfig, ConvNextModel, Dinov2Config, Dinov2Model, SwinConfig, SwinModel
 
 from murmuration.data.index.shard_index import build
+from murmuration.evaluation.models.subject import Subject
+from murmuration.evaluation.models.weights import Sizes, open_model
 from murmuration.launch.init import main
+from murmuration.model.build import build as build_model
+from murmuration.model.classifier import Classifier
+from murmuration.model.warm_start import initialise_from
 from murmuration.train.commands.train import main as train
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.load import load, parse_with_comments
@@ -140,6 +149,66 @@ def test_weights_to_start_from_give_the_model_its_shape(tmp_path: Path, labelled
     assert (shape.encoder.width, shape.encoder.depth, shape.encoder.heads) == (24, 2, 4)
     assert (shape.image_size, shape.patch_size, shape.head.classes) == (16, 4, len(NAMES))
     assert config.phases[0].data.source == "checkpoint" and config.phases[1].privacy is not None
+
+
+def library_folder(folder: Path, kind: str) -> Path:
+    """A toy of an architecture that is none of ours, saved by its own library."""
+    torch.manual_seed(0)
+    if kind in TIMM_TOYS:
+        name, sizes = TIMM_TOYS[kind]
+        save_for_hf(timm.create_model(name, num_classes=0, **sizes), folder, model_args=sizes)
+        return folder
+    make, config = HF_TOYS[kind]
+    make(config).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    return folder
+
+
+VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+HF_TOYS: dict[str, tuple[Any, Any]] = {
+    "dinov2": (Dinov2Model, Dinov2Config(**VIT, image_size=56, patch_size=14)),
+    "swin": (SwinModel, SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 4], image_size=56, window_size=7)),
+    "convnext": (ConvNextModel, ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, image_size=56)),
+}
+TIMM_TOYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "timm dinov2": ("vit_small_patch14_dinov2.lvd142m", {"img_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}),
+    "timm eva": ("eva02_tiny_patch14_224", {"img_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}),
+    "timm convnext": ("convnext_atto", {"dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1)}),
+}
+
+
+@pytest.mark.parametrize("kind", [*HF_TOYS, *TIMM_TOYS])
+def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
+    tmp_path: Path, labelled: Path, kind: str
+) -> None:  # fmt: skip
+    folder = library_folder(tmp_path / "weights", kind)
+    config = written("classify", labelled, tmp_path / "my.json", "--start", str(folder), "--public")
+    start, shape = config.phases[0].data, config.model.resolved()
+    assert isinstance(start, CheckpointData) and shape.named is not None and shape.head.classes == len(NAMES)
+    model = build_model(config.model, "classify")
+    assert isinstance(model, Classifier)
+    report = initialise_from(model, start.path)
+    assert set(report.left_as_initialised) == {"head.weight", "head.bias"}
+    theirs = open_model(Subject.at(folder), Sizes(), headless=True)
+    pictures = torch.randn(2, 3, shape.image_size, shape.image_size)
+    with torch.no_grad():
+        found, expected = model.eval().features(pictures), theirs.model.features(pictures)  # pyright: ignore
+    assert expected.std() > 1e-3
+    # DINOv2's classifier in transformers reads the patches' mean behind the class token, its plain model has the token.
+    torch.testing.assert_close(found[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5)
+    assert found.shape[1] == expected.shape[1] * (1 + (kind == "dinov2"))
+
+
+def test_an_encoder_of_a_library_is_no_autoencoder(
+    tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    start = str(library_folder(tmp_path / "weights", "swin"))
+    capsys.readouterr()
+    said = refused(capsys, "mae", "--data", str(labelled), "--start", start, "--public", "--out", str(tmp_path / "m"))
+    assert "is trained by classify or caption" in said
+    captions = packed(tmp_path / "captions", txt=lambda number: f"picture {number}")
+    config = written("caption", captions, tmp_path / "c.json", "--tokenizer", "clip:515", "--start", start, "--public")
+    assert config.model.family == "hf" and config.model.image_size == 56
 
 
 def test_a_folder_that_training_cannot_name_is_named_by_its_file(tmp_path: Path, labelled: Path) -> None:
