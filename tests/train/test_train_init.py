@@ -164,7 +164,7 @@ def library_folder(folder: Path, kind: str) -> Path:
     return folder
 
 
-VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+VIT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 HF_TOYS: dict[str, tuple[Any, Any]] = {
     "dinov2": (Dinov2Model, Dinov2Config(**VIT, image_size=56, patch_size=14)),
     "swin": (SwinModel, SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 4], image_size=56, window_size=7)),
