@@ -126,8 +126,7 @@ class BatchReader:
         # Each message to a process has a thread that waits for it, and one more prepares the next.
         threads = max(reading.workers + 1, reading.in_flight // MOST) if reading.workers else reading.in_flight
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="records") if threads > 1 else None
-        reads = reading.workers and self._stored is None
-        self._reads = ThreadPoolExecutor(reading.in_flight, thread_name_prefix="reads") if reads else None
+        self._reads = ThreadPoolExecutor(reading.in_flight, thread_name_prefix="reads") if reading.workers else None
         self._pin = pin_memory
         self._bad: dict[int, str] = {}
         self._normalisation = Normalisation(spec.mean, spec.std)
@@ -253,12 +252,13 @@ class BatchReader:
         self, processes: DecodePool, part: list[int], records: list[int], step: int, lay: Callable[[int, np.void], None]
     ) -> list[Verdict]:
         asked = [records[place] for place in part]
-        if self._stored is not None:
-            where, read = self._stored.stored, self._records.read
-            wanted = [Wanted(record, where(record), partial(read, record)) for record in asked]
-        else:
-            assert self._reads is not None
-            # All of them before a process is asked for, which would wait for the store as well.
-            found = list(self._reads.map(self._records.read, asked))
-            wanted = [Wanted(record, None, partial(dict, each)) for record, each in zip(asked, found, strict=True)]
+        stored = [None if self._stored is None else self._stored.stored(record) for record in asked]
+        away = [record for record, place in zip(asked, stored, strict=True) if place is None]
+        assert self._reads is not None
+        # All of them before a process is asked for, which would wait for the store as well.
+        found = dict(zip(away, self._reads.map(self._records.read, away), strict=True))
+        wanted = [
+            Wanted(record, place, partial(self._records.read, record) if place else partial(dict, found[record]))
+            for record, place in zip(asked, stored, strict=True)
+        ]
         return processes.make(wanted, step, lambda at, made: lay(part[at], made))

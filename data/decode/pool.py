@@ -35,7 +35,7 @@ import numpy as np
 from PIL import Image
 
 from murmuration.data.decode.decode import BadRecord
-from murmuration.data.decode.record import RecordMaker
+from murmuration.data.decode.record import DataSpec, RecordMaker
 from murmuration.data.decode.worker import BAD, HEAD, MADE, NO_MEMORY, READY, UNREAD, Job, Setup
 from murmuration.data.store.place import UnreadableError
 from murmuration.data.store.stored import Stored
@@ -303,9 +303,13 @@ class DecodePool:
             self._idle.put(process)
 
     def _job(self, wanted: Sequence[Wanted], step: int, patience: float) -> Job:
+        records = [(each.record, each.stored) for each in wanted]
+        return Job(records, step, self._key_of(step), *self._seconds(patience))
+
+    def _seconds(self, patience: float) -> tuple[float, float]:
+        """CPU and wall time of one record."""
         seconds = patience * self._maker.views
-        cpu, wall = self.limits.cpu_seconds * seconds, self.limits.wall_seconds * seconds
-        return Job([(each.record, each.stored) for each in wanted], step, self._key_of(step), cpu, wall)
+        return self.limits.cpu_seconds * seconds, self.limits.wall_seconds * seconds
 
     def _again(self, place: int, wanted: Wanted, step: int, take: Callable[[int, np.void], object]) -> Verdict:
         members = wanted.read()
@@ -337,24 +341,28 @@ class DecodePool:
         )
 
     def _check_machine(self) -> None:
-        """Decode a known picture; if that fails, the machine is stuck and not the record."""
+        """Make a known picture; if that fails, the machine is stuck and not the record. It belongs to no step, so there
+        is no key for it, and has nothing that records need beside their pictures."""
         known = io.BytesIO()
         Image.new("RGB", (16, 16)).save(known, "JPEG")
-        members = {self._maker.spec.image_suffixes[0]: known.getvalue()}
-        wanted = Wanted(0, None, lambda: members)
-        process = self._start()
+        spec = DataSpec(self._maker.spec.image_size)
+        members = {spec.image_suffixes[0]: known.getvalue()}
+        process = self._start(Setup(RecordMaker(spec), 1, self.limits.address_bytes))
         try:
-            ((verdict, _),) = process.make([wanted], self._job([wanted], 0, self.limits.patience))
-            if verdict == NO_MEMORY:
+            job = Job([(0, None)], 0, b"", *self._seconds(self.limits.patience))
+            ((verdict, _),) = process.make([Wanted(0, None, lambda: members)], job)
+            if verdict != MADE:
                 raise ProcessDied(None)
         except ProcessDied as error:
             raise DecoderError("decoding is stuck on this machine; reduce its load and resume") from error
         finally:
             self._drop(process)
 
-    def _start(self) -> DecodeProcess:
+    def _start(self, setup: Setup | None = None) -> DecodeProcess:
+        """`setup`: another than that of records."""
+        told = self._told if setup is None else pickle.dumps(setup)
         try:
-            process = DecodeProcess(self._setup, self._told, self._program)
+            process = DecodeProcess(setup or self._setup, told, self._program)
         except (ProcessDied, OSError) as error:
             raise DecoderError(f"a decoding process cannot start ({error}); check memory and limits") from error
         self._all.add(process)

@@ -23,6 +23,8 @@ import pytest
 import torch
 from PIL import Image
 
+from murmuration.accounting.key_chain import KeyChain
+from murmuration.accounting.keys import Link
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.decode.decode import BadRecord
@@ -145,6 +147,35 @@ def test_a_machine_that_stands_still_is_nobodys_fault(picture: Callable[..., byt
         pytest.raises(DecoderError, match="is stuck on this machine"),
     ):
         made.picture(picture(1), 0, 0)
+
+
+def test_a_decoder_that_sleeps_is_bad_where_every_step_has_its_own_key(picture: Callable[..., bytes]) -> None:
+    """As in private phases, which have no key for what is made outside of a step."""
+    key_of = partial(KeyChain(Link.first("segment", 1, b"s" * 32)).key, "augmentation")
+    maker = RecordMaker(DataSpec(24, "random_resized_crop"))
+    made = DecodePool(maker, 1, key_of, replace(QUICK, wall_seconds=1.0), "tests.support.hostile_files:crashing_worker")
+    try:
+        with pytest.raises(BadRecord, match="still for 2 s"):
+            made.picture(b"REST", 5, 3)
+        expected = PictureMaker(24, "random_resized_crop", key_of(5)).make(picture(2), 5, 2)
+        assert np.array_equal(made.picture(picture(2), 5, 2), expected)
+    finally:
+        made.close()
+
+
+def test_a_machine_is_asked_for_a_picture_whatever_else_records_need(picture: Callable[..., bytes]) -> None:
+    """The known picture has neither label nor caption, which a record of the phase would be bad without."""
+    maker = RecordMaker(DataSpec(24, labels=("cls",), target="cls", classes=2))
+    made = DecodePool(
+        maker, 1, limits=Limits(cpu_seconds=60, wall_seconds=0.5, patience=2),
+        program="tests.support.hostile_files:standing_decoder",
+    )  # fmt: skip
+    members = {"jpg": picture(1), "cls": b"1"}
+    try:
+        with pytest.raises(DecoderError, match="is stuck on this machine"):
+            made.make([Wanted(1, None, lambda: members)], 0, lambda place, row: None)
+    finally:
+        made.close()
 
 
 def test_a_starved_process_is_not_a_hanging_one(picture: Callable[..., bytes]) -> None:

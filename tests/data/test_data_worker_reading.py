@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,30 @@ def test_what_a_process_cannot_read_is_read_again_with_patience(sets: dict[str, 
     assert sorted(asked) == [3, 8] and got.bad == expected.bad
     tensors = zip(got.batch.tensors(), expected.batch.tensors(), strict=True)
     assert all(torch.equal(one, other) for one, other in tensors)
+
+
+def test_what_lies_elsewhere_is_read_as_many_at_a_time_as_asked(sets: dict[str, RecordIndex]) -> None:
+    """A store answers slowly: however few processes decode, reading must not wait for them."""
+    index, at_once = sets["shards"], 12
+    assert isinstance(index, ShardIndex)
+    index.stored = lambda record: None  # pyright: ignore[reportAttributeAccessIssue]  # as of a URL
+    expected = reader(index, "shards", 0).fetch(np.arange(40), 1)
+    there = BatchReader(
+        index, SPEC, TextEncoder("clip:4096", 9), KEY, b"m" * 32, b"d" * 32, reading=ReadOptions(1, at_once), views=2
+    )
+    met, read = threading.Barrier(at_once), there._records.read
+
+    def together(record: int) -> dict[str, bytes]:
+        if record < at_once:
+            met.wait(20)
+        return read(record)
+
+    there._records.read = together  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        got = there.fetch(np.arange(40), 1)
+    finally:
+        there.close()
+    assert got.bad == expected.bad and torch.equal(got.batch.present, expected.batch.present)
 
 
 def test_what_nobody_can_read_stops_the_run_with_the_same_words(sets: dict[str, RecordIndex], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from murmuration.data.decode.decode import BadRecord
+from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.record import RecordMaker
 from murmuration.data.decode.worker import Make, serve
 
@@ -96,6 +97,12 @@ def crashing_worker() -> None:
 def standing_machine() -> None:
     """A decoding process on a machine where nothing moves."""
     serve(lambda _maker: lambda *_asked: time.sleep(600) or True)
+
+
+def standing_decoder() -> None:
+    """A machine where all moves but the decoder of pictures."""
+    PictureMaker.make = lambda *_asked: time.sleep(600) or np.zeros(1)
+    serve()
 
 
 def leaking_worker() -> None:

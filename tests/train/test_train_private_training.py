@@ -413,6 +413,26 @@ def test_inputs_of_other_names_are_refused_and_of_another_shape_left_out(tmp_pat
     assert all(torch.equal(cut[name], bad[name]) for name in cut)
 
 
+def test_a_step_after_which_the_program_is_interrupted_is_never_made_again(tmp_path: Path) -> None:
+    """Not even within a block, whose earlier keys the process still has: its noise would go over another sum."""
+    with training(tmp_path, bands=3, order="as it is", steps=6) as found:
+        found.prove()
+        whole = found.phase.step
+
+        def interrupted(number: int, rate: float) -> None:
+            whole(number, rate)
+            raise KeyboardInterrupt
+
+        found.phase.step = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            found.step(1, RATE)
+        found.phase.step = whole
+        assert found.done == 1
+        with pytest.raises(LedgerError, match="step 1 was asked for after step 1"):
+            found.step(1, RATE)
+        found.step(2, RATE)
+
+
 def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(LedgerError, match="records of phase 'training' changed"):

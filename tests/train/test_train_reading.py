@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.stream import PLACES, Stream
 from murmuration.data.index.shard_index import build
@@ -131,6 +132,18 @@ def test_ranks_with_other_lists_of_shards_do_not_start(tmp_path: Path, shards: P
     with pytest.raises(Disagreement, match="the index of phase 'private'"):
         on_ranks(2, lambda ranks: agree(one if ranks.main else other, ranks))
     assert on_ranks(2, lambda ranks: rank_plan(agree(one, ranks)[0], ranks, 4)) == [None, None]
+
+
+def test_ranks_whose_pictures_would_differ_do_not_start(tmp_path: Path, shards: Path) -> None:
+    """A step that other ranks make again must have the same pixels."""
+    phases, asked = prepare(_config(tmp_path, {"path": str(shards)})), dict[str, str]()
+
+    def act(ranks: Any) -> None:
+        ranks.require_same = asked.__setitem__
+        agree(phases, ranks)
+
+    on_ranks(1, act)
+    assert DECODER in asked.values()
 
 
 def test_a_stream_is_dealt_out_to_ranks(tmp_path: Path, shards: Path) -> None:

@@ -182,6 +182,7 @@ class PrivateTraining:
     def _after(self, number: int) -> None:
         self._run.burn(number)
         self._unchanged.after_step()
+        self.done = number  # here, so that whatever interrupts the program later finds the step made
 
     def steps(self) -> range:
         """The numbers of the steps that are left."""
@@ -202,9 +203,7 @@ class PrivateTraining:
                     raise LedgerError(
                         f"step {number} was asked for after step {self.done}; take the steps that steps() gives"
                     )
-            summary = phase.step(number, rate)
-            self.done = number
-            return summary
+            return phase.step(number, rate)
         finally:
             self._busy.release()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.node_placement import Placement, place, place_units
 from murmuration.data.draw.stream import StreamEpochs, StreamIndex, lane_placement
 from murmuration.data.index.epochs import Epochs, PublicEpochs
@@ -42,6 +43,7 @@ def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
 
     Equal draws are not enough: if the same numbers meant different shards on two ranks, both could read one record.
     """
+    ranks.require_same("what makes pixels of pictures (Pillow and cykooz-resizer, with their versions)", DECODER)
     for phase in phases:
         seen = f"{phase.index.manifest_digest} {phase.index.excluded_digest}"
         if phase.units is not None:

@@ -127,6 +127,8 @@ def _noise_is_as_planned(
 
 def _sums_are_exact(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks_per_copy: int, ranks: Ranks) -> float:
     """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
+    # Before the update: Rprop moves weights by steps of its own, whatever the learning rate.
+    expected = _sum_of_clipped(engine, clip, batch, ranks)
     with evaluating(engine.model):  # a path may be dropped for all records; here each weight gets its gradient
         engine.accumulate(batch)
     started = _when_idle(engine)
@@ -136,7 +138,7 @@ def _sums_are_exact(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks_p
     gradients = Capture(PlainUpdate(batch=1))
     engine.update(gradients, learning_rate=0.0)
     _all_trained(engine, gradients, ranks)
-    _sum_is_the_sum(engine, clip, batch, gradients, ranks_per_copy, ranks)
+    _sum_is_the_sum(gradients, expected, ranks_per_copy, ranks)
     return seconds
 
 
@@ -309,15 +311,18 @@ def _all_trained(engine: Engine, gradients: Capture, ranks: Ranks) -> None:
         raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
 
 
-def _sum_is_the_sum(
-    engine: Engine, clip: ClipEngine, batch: MicroBatch, gradients: Capture, ranks_per_copy: int,
-    ranks: Ranks,
-) -> None:  # fmt: skip
-    """Compares the engine's reduction over micro-batches and ranks with the clip engine's sums: no mean, no scale."""
+def _sum_of_clipped(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks: Ranks) -> dict[str, Tensor]:
+    """What one pass in evaluation mode and two as they are must come to, by parameter."""
     own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
     with evaluating(engine.model):
         first, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
-    expected = {name: ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
+    return {name: ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
+
+
+def _sum_is_the_sum(
+    gradients: Capture, expected: dict[str, Tensor], ranks_per_copy: int, ranks: Ranks
+) -> None:  # fmt: skip
+    """Compares the engine's reduction over micro-batches and ranks with the clip engine's sums: no mean, no scale."""
     error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
     parts = ranks.gather(_norm(error) ** 2)
     wrong = max(sum(copy) if math.isfinite(sum(copy)) else math.inf for copy in by_copy(parts, ranks_per_copy))
