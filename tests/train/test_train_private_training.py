@@ -142,9 +142,10 @@ def test_a_finished_run_says_the_same_again_and_trains_no_more(tmp_path: Path) -
     assert certified["model"] == "Regression, 8,401 parameters"
     assert "responsible: a clinic" in (tmp_path / "certificate.md").read_text()
     with training(tmp_path) as found:
-        assert list(found.steps()) == [] and found.finish() == first
-        with pytest.raises(LedgerError, match="finished; give another run_dir"):
-            found.prove()
+        assert list(found.steps()) == [] and found.finish() == first and found.saved == found.done
+        for refused in (found.prove, found.save):
+            with pytest.raises(LedgerError, match="finished; give another run_dir"):
+                refused()
 
 
 def test_bad_records_contribute_nothing_and_keep_n(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ class PrivateTraining:
     @property
     def saved(self) -> int:
         """The last step whose weights a checkpoint has."""
-        return self._saving.saved
+        return self.done if self._phase is None else self._saving.saved
 
     def evaluate(self, measure: Callable[[nn.Module], Mapping[str, float]]) -> dict[str, float]:
         """Saves, and only then measures: `measure(model)` in evaluation mode and without gradients, on public records.
@@ -255,7 +255,7 @@ class PrivateTraining:
 
     def save(self) -> str:
         """A checkpoint of the last step, durable when this returns its digest; the keys of its steps are forgotten."""
-        self._require_open()
+        self.phase.require_whole()  # a finished run is refused, too
         return (self._loop if "_loop" in vars(self) else self._saving).save(self.done)
 
     def _save_what_is_new(self) -> None:
