@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import pickle
 import resource
 import signal
 import sys
@@ -62,7 +61,8 @@ def serve(adapt: Callable[[RecordMaker], Make] | None = None) -> None:
         signal.signal(timer, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     control = Connection(int(sys.argv[1]))
-    setup: Setup = pickle.loads(control.recv_bytes())
+    # Pickled by the trainer, which alone writes here. Answers are JSON: a picture may have taken this process over.
+    setup: Setup = control.recv()
     row = setup.maker.row
     shared = mmap.mmap(int(sys.argv[2]), HEAD + setup.rows * row.itemsize)
     rows = np.frombuffer(shared, row, offset=HEAD)
@@ -75,11 +75,11 @@ def serve(adapt: Callable[[RecordMaker], Make] | None = None) -> None:
     control.send_bytes(READY)
     while True:
         try:
-            job: Job = pickle.loads(control.recv_bytes())
+            job: Job = control.recv()
             told: list[tuple[str, str]] = []
             for place, (record, stored) in enumerate(job.records):
                 at[0] = place  # the record that is to blame if this process dies
-                members = pickle.loads(control.recv_bytes()) if stored is None else stored.read(files)
+                members = control.recv() if stored is None else stored.read(files)
                 told.append((UNREAD, "") if members is None else _made(members, record, job, make, rows[place]))
         except EOFError:
             return
