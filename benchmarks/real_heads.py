@@ -5,7 +5,8 @@
 TRAIN and TEST are the folders in which runs of the study keep the features of the private and of the held-out records.
 Nothing of the trainer runs here: the noise of a single Gaussian step is solved from its closed form, drawn by NumPy,
 and added to sums that NumPy makes. So the private numbers must be the study's, within their scatter. The last rows are
-the best heads that scikit-learn finds without noise.
+the best heads that scikit-learn finds without noise. `--grid` prints the head in one pass for other shares of its sums
+and other ridges, by one draw of noise each.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 CLASSES, DELTA = 10, 1e-5
 STEPS, PEAK, MOMENTUM, NORM = 60, 0.67, 0.9, 4.3
 """As in ds_configs/studies/cifar10_descent.json."""
+RIDGES = (0.125, 0.25, 0.5, 1.0)
 
 
 def main() -> None:
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("test", type=Path)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 1.0, 8.0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--grid", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     features, labels = read(given.train)
@@ -42,6 +45,8 @@ def main() -> None:
     def top_1(weight: np.ndarray, bias: np.ndarray | float = 0.0) -> float:
         return float(((held @ weight.T + bias).argmax(1) == answers).mean())
 
+    if given.grid:
+        return grid(features, labels, top_1)
     rows: list[dict[str, object]] = []
 
     def note(head: str, epsilon: float | None, found: list[float]) -> None:
@@ -101,18 +106,33 @@ def descent(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -
     return weight[:, :-1], weight[:, -1]
 
 
-def one_pass(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -> np.ndarray:
+def one_pass(
+    features: np.ndarray, labels: np.ndarray, sigma: float, seed: int, share: float = 0.3, ridge: float = 0.25
+) -> np.ndarray:
     """Ridge regression from two noised sums: each record, its features of length 1, adds (√.3·z zᵀ, √.7·y zᵀ)."""
     chance, width = np.random.default_rng(seed), features.shape[1]
     unit = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float64)
-    of_second, of_cross = sigma / math.sqrt(0.3), sigma / math.sqrt(0.7)
+    of_second, of_cross = sigma / math.sqrt(share), sigma / math.sqrt(1 - share)
     second = unit.T @ unit + of_second * chance.standard_normal((width, width))
     cross = np.eye(CLASSES)[labels].T @ unit + of_cross * chance.standard_normal((CLASSES, width))
     values, vectors = np.linalg.eigh((second + second.T) / 2)
     largest = of_second * math.sqrt(2 * width)  # eigenvalue of the noise alone: what it hides tells its mean alone
     alike = np.abs(values - np.median(values)) <= largest
     values[alike] = values[alike].mean()
-    return cross @ (vectors / (np.maximum(values, 0) + 0.25 * largest)) @ vectors.T
+    return cross @ (vectors / (np.maximum(values, 0) + ridge * largest)) @ vectors.T
+
+
+def grid(features: np.ndarray, labels: np.ndarray, top_1: Callable[[np.ndarray], float]) -> None:
+    for records in (5000, len(features)):
+        some = np.random.default_rng(0).permutation(len(features))[:records]
+        for epsilon in (0.25, 1.0, 8.0, 100.0):
+            for share in (0.1, 0.3, 0.5, 0.7):
+                found = [
+                    top_1(one_pass(features[some], labels[some], sigma_of(epsilon), 0, share, ridge))
+                    for ridge in RIDGES
+                ]
+                shown = "  ".join(f"{each:.3f}" for each in found)
+                print(f"{records:>6,} records  ε = {epsilon:<5g} share {share}  ridge {RIDGES}: {shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ EPSILON = 1e-6
 MOMENTUM, TRUST = 0.9, 0.001
 BASE_BATCH = 256
 INITIAL_STD = 0.01
-ENOUGH_SEEN, MOST_TIMES = 2_500_000, 50.0
+MOST_TIMES = 50.0
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class LarsSettings:
     base_rate: float = 0.1
     """For a batch of 256."""
     seed: int = 0
-    least_seen: int = 0
-    """Epochs are repeated until so many records were seen, MOST_TIMES at most: a small set is one batch, and 90 steps
-    at the rate for its size hardly move the weights."""
+    longer: bool = False
+    """Whether a set smaller than a batch is trained on until as many records were seen as whole batches have, in
+    MOST_TIMES as many epochs at most: else its few steps, at the rate for its size, hardly move the weights."""
 
     def of(self, records: int) -> LarsSettings:
         """As so many records are trained on."""
-        times = min(max(1.0, self.least_seen / (self.epochs * records)), MOST_TIMES)
+        times = min(max(1.0, self.batch / records), MOST_TIMES) if self.longer else 1.0
         return replace(self, epochs=math.ceil(self.epochs * times), warmup=round(self.warmup * times))
 
     def batch_of(self, records: int) -> int:

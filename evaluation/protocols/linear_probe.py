@@ -12,7 +12,7 @@ from murmuration.data.decode.class_list import ClassList
 from murmuration.data.progress import Progress
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.interval import share
-from murmuration.evaluation.measures.lars_probe import ENOUGH_SEEN, LarsProbe, LarsSettings, fit_lars
+from murmuration.evaluation.measures.lars_probe import LarsProbe, LarsSettings, fit_lars
 from murmuration.evaluation.measures.logistic import PENALTY_TIMES_N, Logistic, fit_logistic
 from murmuration.evaluation.measures.rows import Rows
 from murmuration.evaluation.session.features import Extracted, extract
@@ -51,9 +51,8 @@ LONGER = (
 
 def lars_settings(arguments: Namespace) -> LarsSettings:
     """With the published epochs, unless they are given, a small set is trained on for longer."""
-    least = ENOUGH_SEEN if arguments.epochs is None else 0
-    epochs, warmup = arguments.epochs or LarsSettings.epochs, arguments.warmup
-    return LarsSettings(epochs, warmup, arguments.batch, arguments.base_rate, arguments.seed, least)
+    epochs, longer = arguments.epochs or LarsSettings.epochs, arguments.epochs is None
+    return LarsSettings(epochs, arguments.warmup, arguments.batch, arguments.base_rate, arguments.seed, longer)
 
 
 def told_of_fit(arguments: Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from murmuration.evaluation.measures import rows as rows_module
 from murmuration.evaluation.measures.interval import mean, share
-from murmuration.evaluation.measures.lars_probe import ENOUGH_SEEN, LarsSettings, fit_lars
+from murmuration.evaluation.measures.lars_probe import LarsSettings, fit_lars
 from murmuration.evaluation.measures.logistic import fit_logistic, normalised
 from murmuration.evaluation.measures.rows import Rows
 from murmuration.train.measures.ranking import hits
@@ -103,8 +103,8 @@ def test_a_small_set_is_one_batch_with_the_rate_for_its_size() -> None:
 
 def test_a_small_set_is_trained_until_its_features_tell() -> None:
     """Logistic regression has .775 of these records right, and chance .25."""
-    published, longer = LarsSettings(), LarsSettings(least_seen=ENOUGH_SEEN)
-    assert longer.of(1_281_167) == longer and (longer.of(2000).epochs, longer.of(2000).warmup) == (1250, 139)
+    published, longer = LarsSettings(), LarsSettings(longer=True)
+    assert longer.of(1_281_167) == longer and (longer.of(2000).epochs, longer.of(2000).warmup) == (738, 82)
     assert longer.of(4).epochs == 4500
     features, labels = clusters(400, 0)
     held, answers = clusters(2000, 1)

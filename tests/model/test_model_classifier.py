@@ -294,6 +294,7 @@ def test_what_noise_hides_of_the_first_sum_tells_its_mean_alone() -> None:
     unit = features / features.norm(dim=1, keepdim=True)
     values, vectors = torch.linalg.eigh((unit.T @ unit / RECORDS).double())
     assert values[-1] > 0.9 and float(head.solving[3]) > float(values[-2])
+    assert float(head.solving[0]) == pytest.approx(0.25 * float(head.solving[3])), "the ridge: a quarter of it"
     expected = values.clone()
     expected[:-1] = values[:-1].mean()
     sums = (torch.eye(CLASSES)[labels].T @ unit / RECORDS).double()
