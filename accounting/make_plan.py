@@ -12,7 +12,7 @@ from typing import Any
 
 from murmuration.accounting.adaptive import SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
-from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.epsilon.calibrate import MOST_STEPS, calibrate_sigma, calibrate_steps, enlarged
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
@@ -114,9 +114,20 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
 
 def steps_of(epochs: float, records: int, batch: float, sampling: SamplingKind) -> int:
     """Rounded up; whole epochs of random allocation are not cut, since a cut one is paid for whole."""
+    steps = steps_of_passes(epochs, records, batch)
     if sampling == "allocation" and epochs == int(epochs):
         return int(epochs) * max(1, round(records / batch))
-    return math.ceil(epochs * records / batch)
+    return math.ceil(steps)
+
+
+def steps_of_passes(passes: float, records: int, batch: float) -> float:
+    steps = passes * records / batch
+    if not steps <= MOST_STEPS:
+        raise PlanError(
+            f"{passes:g} passes over {records:,} records by {batch:g} at a time are {steps:.3g} steps, and a phase has "
+            f"at most {MOST_STEPS:,}; make fewer passes, or larger batches"
+        )
+    return steps
 
 
 def most_steps(request: PlanRequest) -> int:

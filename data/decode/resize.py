@@ -1,8 +1,9 @@
 """Part of a picture -> pixels of a given size: the part is cut out, then resized by an antialiased cubic filter, as in
 torchvision's and timm's crops.
 
-By the SIMD code of fast_image_resize; where there is no wheel of it (Linux on ARM), by Pillow. Each gives the same pixels
-on every processor; they differ from each other by rounding, so which one it is belongs to what identifies a phase.
+By the SIMD code of fast_image_resize; where there is no wheel of it (Linux on ARM), by Pillow. Each gives the same
+pixels on every processor; they differ from each other by rounding, so which one it is belongs to what identifies a
+phase.
 """
 
 from __future__ import annotations

@@ -222,7 +222,10 @@ def test_an_epsilon_pays_for_all_that_errors_may_have_moved() -> None:
     delta, parts = 1e-6, Composition((upper(0.05, 0.8, 1e-4)[0],), (20,))
     window = _Window(parts, parts._tilt_for(delta), SPREADS)
     value, before = window.epsilon(delta)
-    window.error *= 5e-4 * delta / window._moved(*_shares(window.losses, value))
+    moved, beyond = window._moved(*_shares(window.losses, value)), window.losses > value
+    taken = window.factors[beyond] * (1 - np.exp(value - window.losses[beyond]))
+    assert moved == pytest.approx(window.error * np.linalg.norm(taken), rel=1e-9, abs=0), "Cauchy and Schwarz"
+    window.error *= 5e-4 * delta / moved
     larger, errors = window.epsilon(delta)
     assert window.delta(larger) <= delta < window.delta(value) and larger > value
     assert errors == pytest.approx(before + 5e-4 * delta, rel=1e-2)

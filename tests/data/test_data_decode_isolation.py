@@ -163,12 +163,15 @@ def test_a_decoder_that_sleeps_is_bad_where_every_step_has_its_own_key(picture: 
         made.close()
 
 
-def test_a_machine_is_asked_for_a_picture_whatever_else_records_need(picture: Callable[..., bytes]) -> None:
+@pytest.mark.parametrize("program", ["standing_decoder", "misjudging_decoder"])
+def test_a_machine_is_asked_for_a_picture_whatever_else_records_need(
+    program: str, picture: Callable[..., bytes]
+) -> None:  # fmt: skip
     """The known picture has neither label nor caption, which a record of the phase would be bad without."""
     maker = RecordMaker(DataSpec(24, labels=("cls",), target="cls", classes=2))
     made = DecodePool(
         maker, 1, limits=Limits(cpu_seconds=60, wall_seconds=0.5, patience=2),
-        program="tests.support.hostile_files:standing_decoder",
+        program=f"tests.support.hostile_files:{program}",
     )  # fmt: skip
     members = {"jpg": picture(1), "cls": b"1"}
     try:

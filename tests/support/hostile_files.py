@@ -105,6 +105,20 @@ def standing_decoder() -> None:
     serve()
 
 
+def misjudging_decoder() -> None:
+    """Stands still at records, and calls the known picture, which goes by number 0, damaged."""
+
+    def adapt(maker: RecordMaker) -> Make:
+        def make(members: Mapping[str, bytes], record: int, step: int, key: bytes, into: np.void) -> bool:
+            if record:
+                time.sleep(600)
+            raise BadRecord("damaged")
+
+        return make
+
+    serve(adapt)
+
+
 def leaking_worker() -> None:
     """Each image leaves memory behind, and the decoder words the lack of it as if the next image were damaged."""
     kept: list[np.ndarray] = []

@@ -185,6 +185,9 @@ def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     config = written("classify", labelled, tmp_path / "my.json", "--start", str(folder), "--public")
     start, shape = config.phases[0].data, config.model.resolved()
     assert isinstance(start, CheckpointData) and shape.named is not None and shape.head.classes == len(NAMES)
+    stated = {"timm convnext": "imagenet", "timm dinov2": "imagenet", **dict.fromkeys(HF_TOYS, "half")}
+    pixels = config.model.pixels
+    assert pixels == stated[kind] if kind in stated else pixels.mean == (0.48145466, 0.4578275, 0.40821073)  # pyright: ignore
     model = build_model(config.model, "classify")
     assert isinstance(model, Classifier)
     report = initialise_from(model, start.path)

@@ -21,6 +21,7 @@ from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config
+from murmuration.train.config.section import RecipeError
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.update import PlainUpdate
 from murmuration.train.recipe.open_data import open_start
@@ -73,6 +74,23 @@ def test_steps_follow_from_epochs_and_from_the_budget(loaded: Read) -> None:
     assert phase.privacy is not None
     plans = [plan_of_phase(phase.model_copy(update={"steps": t}), phase.privacy, 400, "") for t in (steps, steps + 1)]
     assert planned_epsilon(plans[0]) <= 8.0 < planned_epsilon(plans[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ([drop("phases.1.steps"), put("phases.1.epochs", 1e6)], "epochs"),
+        (
+            [drop("phases.1.steps"), put("phases.1.epochs", 1e6), put("phases.1.privacy.sampling", "allocation")],
+            "epochs",
+        ),
+        ([put("phases.1.schedule.warmup_epochs", 1e308)], "schedule.warmup_epochs"),
+    ],
+)
+def test_more_steps_than_a_phase_may_have_are_refused(loaded: Read, changes: list[Change], key: str) -> None:
+    config = loaded(*changes, put("phases.1.privacy.expected_batch", 1e-305))
+    with pytest.raises(RecipeError, match=rf"^phases\.1\.{key}: .* are inf steps, .*; make fewer passes"):
+        with_steps(config.phases[1], 400, "phases.1")
 
 
 def plain_engine() -> LocalEngine:

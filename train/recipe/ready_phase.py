@@ -15,7 +15,7 @@ from pathlib import Path
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
-from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps, steps_of
+from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Reduce, Unit, unit_in_words
@@ -393,16 +393,21 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
         phase = phase.model_copy(update={"batch": records})
     steps, schedule = phase.steps, phase.schedule
     batch = phase.batch or (phase.privacy.expected_batch if phase.privacy else 1)
-    if phase.epochs is not None:
-        steps = steps_of(phase.epochs, records, batch, "poisson" if phase.privacy is None else phase.privacy.sampling)
-    elif phase.until_budget and phase.privacy is not None:
+    sampling, asked = "poisson" if phase.privacy is None else phase.privacy.sampling, "epochs"
+    try:
+        if phase.epochs is not None:
+            steps = steps_of(phase.epochs, records, batch, sampling)
+        if schedule.warmup_epochs is not None:
+            asked = "schedule.warmup_epochs"
+            warmup = round(steps_of_passes(schedule.warmup_epochs, records, batch))
+            schedule = schedule.model_copy(update={"warmup": warmup, "warmup_epochs": None})
+    except PlanError as error:
+        raise RecipeError(f"{where}.{asked}: {error}") from None
+    if phase.epochs is None and phase.until_budget and phase.privacy is not None:
         try:
             steps = most_steps(plan_request(phase, phase.privacy, records, noise))
         except (PlanError, AdaptiveError, AccountingError) as error:
             raise RecipeError(f"{where}.until_budget: {error}") from None
-    if schedule.warmup_epochs is not None:
-        warmup = round(schedule.warmup_epochs * records / batch)
-        schedule = schedule.model_copy(update={"warmup": warmup, "warmup_epochs": None})
     return phase.model_copy(update={"steps": steps, "schedule": schedule})
 
 
