@@ -28,6 +28,7 @@ PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes",
 NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 """Numbers that JSON does not accept, such as `.48` and `1.`"""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
+LONGEST_NAME = 255
 HEAD = "head"
 """An objective that stands for classify with trainable statistics."""
 
@@ -100,6 +101,12 @@ def _require_text(value: Any, where: str = "the config") -> None:
             require_no_access(value)
         except ShardError as error:
             raise ConfigError(printable(f"{where}: {error}")) from None
+    elif where in PATH_KEYS and isinstance(value, str) and "{" not in value:  # braces stand for many names
+        if any(len(os.fsencode(name)) > LONGEST_NAME for name in value.split("/")):
+            raise ConfigError(
+                f"{where}: {printable(value[:60])} … has a name of over {LONGEST_NAME} bytes, which no file can have; "
+                "shorten it"
+            )
     if isinstance(value, dict):
         for key, item in value.items():
             _require_text(key, where)
