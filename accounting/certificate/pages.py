@@ -54,7 +54,23 @@ def markdown(certificate: dict[str, Any]) -> str:
 
 
 def html_page(certificate: dict[str, Any]) -> str:
-    return template.html_page(HERE / "certificate.html.jinja", sections=_sections(printable_leaves(certificate)))
+    """With the scripts that check the certificate against a ledger, and the certificate itself for them: every number
+    as it is signed, and no `<`, which could end the element."""
+    embedded = json.dumps(certificate).replace("<", "\\u003c")
+    sections = _sections(printable_leaves(certificate))
+    return template.html_page(
+        HERE / "certificate.html.jinja", sections=sections, certificate=embedded, scripts=_scripts()
+    )
+
+
+def check_page() -> str:
+    """The same checks for any certificate: docs/verify.html."""
+    return template.html_page(HERE / "certificate.html.jinja", sections=[], certificate=None, scripts=_scripts())
+
+
+def _scripts() -> str:
+    names = ("accountant.js", "ledger.js", "page.js")
+    return "\n".join((HERE / "browser" / name).read_text(encoding="utf-8") for name in names)
 
 
 def pages(certificate: dict[str, Any]) -> dict[str, bytes]:
@@ -482,3 +498,7 @@ def _x(share: float) -> float:
 
 def _y(share: float) -> float:
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+if __name__ == "__main__":
+    print(check_page(), end="")

@@ -1,0 +1,550 @@
+"use strict";
+// Reads a ledger and a certificate, and says of each statement whether it holds. No part of it is taken from the Python
+// code: it follows docs/accounting.md. What a reader cannot check here is said, never passed over.
+
+class Refused extends Error {} // does not hold, in a sentence
+
+// ---- JSON. Numbers that were written by another program are kept as they stand where bytes are signed.
+
+function parseJson(text, { canonical = false, number = Number } = {}) {
+  let at = 0, depth = 0;
+  const fail = (why) => { throw new Refused(`is not JSON as this project writes it: ${why} at character ${at + 1}`); };
+  const space = () => { while (" \t\r\n".includes(text[at]) && at < text.length) { if (canonical) fail("a space"); at++; } };
+  const string = () => {
+    const from = at++;
+    while (text[at] !== '"') { if (at >= text.length) fail("no end of a text"); at += text[at] === "\\" ? 2 : 1; }
+    at++;
+    try { return JSON.parse(text.slice(from, at)); } catch { return fail("a text that cannot be read"); }
+  };
+  const value = () => {
+    space();
+    const head = text[at];
+    if (head === '"') return string();
+    if (head === "{" || head === "[") {
+      if (++depth > 100) fail("more than 100 levels");
+      const list = head === "[", found = list ? [] : Object.create(null), end = list ? "]" : "}";
+      let before = null;
+      at++; space();
+      for (let first = true; text[at] !== end; first = false) {
+        if (!first) { if (text[at] !== ",") fail(`no ${end}`); at++; space(); }
+        if (list) found.push(value());
+        else {
+          if (text[at] !== '"') fail("no key");
+          const key = string();
+          if (key in found) fail(`the key ${key} twice`);
+          if (canonical && before !== null && !(before < key)) fail("keys out of order");
+          before = key; space();
+          if (text[at] !== ":") fail("no colon");
+          at++;
+          found[key] = value();
+        }
+        space();
+      }
+      at++; depth--;
+      return found;
+    }
+    for (const [word, meaning] of [["true", true], ["false", false], ["null", null]]) {
+      if (text.startsWith(word, at)) { at += word.length; return meaning; }
+    }
+    const token = /-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?/y;
+    token.lastIndex = at;
+    const digits = token.exec(text)?.[0];
+    if (!digits || !Number.isFinite(Number(digits))) fail("no value");
+    at += digits.length;
+    return number(digits);
+  };
+  const found = value();
+  space();
+  if (at < text.length) fail("more than one value");
+  return found;
+}
+
+const quote = (text) => JSON.stringify(text).replace(/[\u007f-\uffff]/g,
+  (each) => "\\u" + each.charCodeAt(0).toString(16).padStart(4, "0"));
+
+// As Python's json.dumps(sort_keys=True, separators=(",", ":")) writes it; numbers are texts in an array of one.
+function signedText(value) {
+  if (value === null || typeof value === "boolean") return String(value);
+  if (typeof value === "string") return quote(value);
+  if (value instanceof Token) return value.digits;
+  if (Array.isArray(value)) return `[${value.map(signedText).join(",")}]`;
+  return `{${Object.keys(value).sort().map((key) => `${quote(key)}:${signedText(value[key])}`).join(",")}}`;
+}
+
+class Token { constructor(digits) { this.digits = digits; } }
+
+// ---- SHA-256, of files of any size and without waiting for each of a hundred thousand short lines.
+
+const K = new Uint32Array(64), START = new Uint32Array(8);
+for (let n = 2, found = 0; found < 64; n++) {
+  if ([...Array(n).keys()].slice(2).some((d) => n % d === 0)) continue;
+  if (found < 8) START[found] = (Math.sqrt(n) % 1) * 2 ** 32;
+  K[found++] = (Math.cbrt(n) % 1) * 2 ** 32;
+}
+
+class Sha256 {
+  constructor() { this.h = START.slice(); this.w = new Uint32Array(64); this.rest = new Uint8Array(64); this.held = 0; this.size = 0; }
+
+  update(bytes) {
+    this.size += bytes.length;
+    let at = 0;
+    if (this.held) {
+      const taken = Math.min(64 - this.held, bytes.length);
+      this.rest.set(bytes.subarray(0, taken), this.held);
+      this.held += taken; at = taken;
+      if (this.held < 64) return this;
+      this.block(this.rest, 0); this.held = 0;
+    }
+    for (; at + 64 <= bytes.length; at += 64) this.block(bytes, at);
+    this.rest.set(bytes.subarray(at)); this.held = bytes.length - at;
+    return this;
+  }
+
+  block(bytes, at) {
+    const w = this.w, s = this.h;
+    for (let i = 0; i < 16; i++, at += 4) w[i] = (bytes[at] << 24) | (bytes[at + 1] << 16) | (bytes[at + 2] << 8) | bytes[at + 3];
+    for (let i = 16; i < 64; i++) {
+      const x = w[i - 15], y = w[i - 2];
+      w[i] = w[i - 16] + ((x >>> 7 | x << 25) ^ (x >>> 18 | x << 14) ^ (x >>> 3)) + w[i - 7] + ((y >>> 17 | y << 15) ^ (y >>> 19 | y << 13) ^ (y >>> 10));
+    }
+    let [a, b, c, d, e, f, g, h] = s;
+    for (let i = 0; i < 64; i++) {
+      const t = (h + ((e >>> 6 | e << 26) ^ (e >>> 11 | e << 21) ^ (e >>> 25 | e << 7)) + ((e & f) ^ (~e & g)) + K[i] + w[i]) | 0;
+      const u = (((a >>> 2 | a << 30) ^ (a >>> 13 | a << 19) ^ (a >>> 22 | a << 10)) + ((a & b) ^ (a & c) ^ (b & c))) | 0;
+      h = g; g = f; f = e; e = (d + t) | 0; d = c; c = b; b = a; a = (t + u) | 0;
+    }
+    s[0] += a; s[1] += b; s[2] += c; s[3] += d; s[4] += e; s[5] += f; s[6] += g; s[7] += h;
+  }
+
+  hex() {
+    const size = this.size, end = new Uint8Array(((size + 72) & ~63) - size), view = new DataView(end.buffer);
+    end[0] = 0x80;
+    view.setUint32(end.length - 8, Math.floor(size / 2 ** 29)); view.setUint32(end.length - 4, (size * 8) >>> 0);
+    this.update(end);
+    return [...this.h].map((word) => word.toString(16).padStart(8, "0")).join("");
+  }
+}
+
+const bytesOf = (text) => new TextEncoder().encode(text);
+const bytesOfHex = (hex) => Uint8Array.from(hex.match(/../g) ?? [], (each) => parseInt(each, 16));
+
+// ---- A ledger, line by line.
+
+const LONGEST_LINE = 2 ** 24, LARGEST_JSON = 2 ** 26, PIECE = 2 ** 22;
+const KINDS = new Set(["run", "plan", "nonprivate", "tuning", "segment", "open", "commit", "checkpoint", "copied", "lost",
+  "resume", "recovered", "choice", "public", "store", "word", "origin", "earlier", "finish"]);
+// After these a certificate no longer covers its run; after a run was finished, there may be none of `NOT_AFTER`.
+const UNCOVERED = new Set(["open", "commit", "segment", "origin", "lost", "tuning", "choice"]);
+const NOT_AFTER = new Set(["plan", "nonprivate", "origin", "earlier", "public", "store", "word", "segment", "open", "commit", "finish"]);
+const EXACT = "aes-256-ctr-exact", GENERATORS = ["aes-256-ctr", EXACT, "chacha20"], RULES = ["flat", "automatic"];
+
+const close = (a, b) => Math.abs(a - b) <= 1e-11 * Math.abs(b);
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+
+// How far one record moves what the draws of correlated noise are added to: the longest column of the inverse of B.
+function sensitivityOf(rows) {
+  let longest = 0;
+  for (let column = 0; column < rows.length; column++) {
+    const found = [];
+    for (let i = column; i < rows.length; i++) {
+      let left = i === column ? 1 : 0;
+      for (let j = column; j < i; j++) left -= rows[i][j] * found[j - column];
+      found.push(left / rows[i][i]);
+    }
+    longest = Math.max(longest, Math.hypot(...found));
+  }
+  return longest;
+}
+
+class Ledger {
+  constructor() {
+    this.hashes = []; this.lastUncovered = 0; this.plans = new Map(); this.names = new Map(); this.nonprivate = new Map();
+    this.segments = []; this.charges = new Map(); this.lost = []; this.tunings = []; this.withoutNoise = new Set();
+    this.protected = new Set(); this.faults = []; this.late = []; this.choices = 0; this.finished = false; this.steps = 0;
+    this.committed = new Map(); this.norms = new Map(); this.words = [];
+  }
+
+  async read(file, progress = () => {}) {
+    let rest = new Uint8Array(0), done = 0;
+    const latin = new TextDecoder("latin1");
+    for (let at = 0; at < file.size; at += PIECE) {
+      const piece = new Uint8Array(await file.slice(at, at + PIECE).arrayBuffer());
+      const bytes = new Uint8Array(rest.length + piece.length);
+      bytes.set(rest); bytes.set(piece, rest.length);
+      let from = 0;
+      for (let end; (end = bytes.indexOf(10, from)) >= 0; from = end + 1) this.line(bytes.subarray(from, end), latin);
+      rest = bytes.slice(from);
+      if (rest.length > LONGEST_LINE) throw new Refused("is no ledger: it has a line of over 16 MiB");
+      progress((done = at + piece.length) / file.size);
+      await new Promise((go) => setTimeout(go));
+    }
+    if (rest.length) throw new Refused(`line ${this.hashes.length + 1} is torn: the end of the file is missing`);
+    if (!this.run) throw new Refused("is empty, so it describes no run");
+    return this;
+  }
+
+  line(bytes, latin) {
+    const number = this.hashes.length, where = `line ${number + 1}`, text = latin.decode(bytes);
+    let entry;
+    try { entry = parseJson(text, { canonical: true }); } catch (error) {
+      throw new Refused(number ? `${where} ${error.message}; it was changed after it was written` : "is not a ledger of this project");
+    }
+    const own = `"hash":${JSON.stringify(entry?.hash)},`, place = text.indexOf(own);
+    if (typeof entry?.hash !== "string" || place < 0 || /[^ -~]/.test(text)) throw new Refused(`${where} is not an entry of a ledger`);
+    if (entry.index !== number || entry.previous !== (this.hashes[number - 1] ?? "0".repeat(64))) {
+      throw new Refused(`${where} does not follow the line before it; a line was removed, added or changed`);
+    }
+    const hash = new Sha256().update(bytes.subarray(0, place)).update(bytes.subarray(place + own.length)).hex();
+    if (hash !== entry.hash) throw new Refused(`${where} does not match its own hash, so it was changed after it was written`);
+    this.hashes.push(hash);
+    if (UNCOVERED.has(entry.kind)) this.lastUncovered = number + 1;
+    try { this.take(entry, text); } catch (error) {
+      throw new Refused(error instanceof Refused ? `${where}: ${error.message}` : `${where} lacks what a line of its kind says`);
+    }
+  }
+
+  take(entry, text) {
+    const { kind, phase } = entry;
+    if (!KINDS.has(kind)) throw new Refused(`a line of the unknown kind ${kind}; open it with a newer page`);
+    if ((kind === "run") !== (entry.index === 0)) throw new Refused("a ledger begins with one run and has no other");
+    if (this.finished && NOT_AFTER.has(kind)) throw new Refused(`a line of kind ${kind} after the run was finished`);
+    if (kind === "run") {
+      if (entry.format !== "murmuration-ledger/1") throw new Refused(`the format ${entry.format} is not known to this page`);
+      this.run = entry;
+    } else if (kind === "plan") this.plan(entry, text);
+    else if (kind === "nonprivate") {
+      if (this.plans.has(phase)) throw new Refused("a private phase that trains without noise");
+      this.names.set(phase, entry.name);
+      this.nonprivate.set(phase, entry.public_data === true && (this.nonprivate.get(phase) ?? true));
+      this.withoutNoise.add(entry.manifest_digest);
+    } else if (kind === "segment") this.segment(entry);
+    else if (kind === "open") this.open(entry);
+    else if (kind === "commit") this.commit(entry);
+    else if (kind === "lost") {
+      for (const each of entry.charged) {
+        if (!this.plans.has(each.phase)) throw new Refused("steps are charged to a phase without a plan");
+        this.lost.push({ rate: each.rate, sigma: each.sigma, count: each.count, slots: each.slots ?? 1 });
+      }
+    } else if (kind === "tuning") this.tunings.push(entry);
+    else if (kind === "choice") this.choices++;
+    else if (kind === "public") {
+      if (["evaluation", "monitor", "mixing"].includes(entry.use)) this.withoutNoise.add(entry.digest);
+      this.words.push(entry);
+    } else if (kind === "earlier") this.withoutNoise.add(entry.digest);
+    else if (kind === "store" || kind === "origin" || kind === "word") this.words.push(entry);
+    else if (kind === "finish") this.finished = true;
+  }
+
+  plan({ phase, plan, name }, text) {
+    if (this.plans.has(phase) || this.nonprivate.has(phase)) throw new Refused(`a second plan of phase ${phase}`);
+    const { sampling, noise } = plan, bands = noise?.kind === "banded" ? noise.rows.length : 1;
+    plan.parts = sampling.kind === "cyclic-poisson" ? sampling.parts : 1;
+    plan.slots = sampling.kind === "allocation" ? sampling.slots : 1;
+    plan.rate = plan.slots > 1 ? 1 / plan.slots : sampling.threshold / 2 ** 32;
+    const all = [plan.records, plan.clip_norm, plan.noise_multiplier, plan.steps, plan.delta, plan.epsilon_budget, plan.rate];
+    if (!["poisson", "cyclic-poisson", "allocation"].includes(sampling.kind)) throw new Refused(`the sampling ${sampling.kind} is not known here`);
+    if (!["independent", "exact", "banded", undefined].includes(noise?.kind)) throw new Refused(`the noise ${noise.kind} is not known here`);
+    if (!all.every((each) => typeof each === "number" && each > 0) || plan.rate > 1 || plan.delta * plan.records > 1 + 1e-9) {
+      throw new Refused("the plan's numbers are no private training");
+    }
+    if (!String(plan.unit).startsWith(plan.units ? "one unit (" : "one record (")) throw new Refused(`a plan that protects ${plan.unit} and not what it clips`);
+    if (bands !== plan.parts) throw new Refused("correlated noise whose bands are not the parts that take turns");
+    if (bands > 1) {
+      if (!(sensitivityOf(noise.rows) <= 1 + 1e-9)) throw new Refused("the matrix of correlated noise hides less than it should");
+      plan.matrix = new Sha256().update(bytesOf(/"rows":(\[\[.*?\]\])/.exec(text)[1])).hex();
+    }
+    if (noise?.kind === "exact" && !(noise.growth > 0 && noise.growth <= 1e-6)) throw new Refused("a grid of exact noise that is too wide");
+    plan.adaptive = (plan.metrics ?? []).find((each) => each.name === "clipped_share")?.rule;
+    if (this.steps) this.late.push(phase);
+    this.plans.set(phase, plan); this.names.set(phase, name); this.committed.set(phase, 0); this.norms.set(phase, []);
+  }
+
+  segment(entry) {
+    const plan = this.plans.get(entry.phase), before = this.segments.filter((each) => each.phase === entry.phase).length;
+    if (!plan) throw new Refused("a segment of a phase without a plan");
+    if (entry.number !== before || !(entry.from_step >= 0 && entry.from_step <= plan.steps)) throw new Refused("a segment out of order");
+    this.protected.add(entry.manifest_digest);
+    this.segments.push({ ...entry, opened: entry.from_step, committed: entry.from_step, norms: new Map() });
+  }
+
+  // What one step is to a record: the noise over what a record moves, of everything that was drawn together.
+  sigma(plan, facts) {
+    const released = [[facts.clipping.sensitivity, facts.noise.std], ...(facts.metrics ?? []).map((each) => [each.sensitivity, each.std])];
+    if (!released.every(([moved, std]) => moved > 0 && std > 0)) return NaN;
+    return 1 / Math.sqrt(released.reduce((sum, [moved, std]) => sum + (moved / std) ** 2, 0)) / (1 + (plan.noise?.growth ?? 0));
+  }
+
+  open(entry) {
+    const segment = this.segments.at(-1), plan = this.plans.get(entry.phase), { facts, step } = entry;
+    if (!segment || segment.phase !== entry.phase || segment.number !== entry.segment) throw new Refused("a step outside the current segment");
+    if (step !== segment.opened + 1 || segment.opened !== segment.committed || step > plan.steps) {
+      throw new Refused(`step ${step} of phase ${entry.phase} was opened out of turn`);
+    }
+    const fault = this.departure(plan, segment, facts, step);
+    if (fault) throw new Refused(`step ${step} of phase ${entry.phase} ${fault}`);
+    segment.opened = step; segment.facts = facts;
+    this.steps++;
+    this.charge(entry, this.sigma(plan, facts));
+  }
+
+  // How a step departs from its frozen plan.
+  departure(plan, segment, facts, step) {
+    const { sampling, clipping, noise, metrics = [] } = facts, norm = this.norm(plan, segment, step, clipping.sensitivity);
+    if (!same(sampling.rule, plan.sampling)) return "draws its records in another way than its plan says";
+    if (sampling.records !== plan.records) return `draws from ${sampling.records} records, not ${plan.records}`;
+    if (!RULES.includes(clipping.rule) || !GENERATORS.includes(noise.generator)) return "clips by a rule, or draws noise from a source, that is unknown here";
+    if (norm === null || !close(clipping.sensitivity, norm)) return `clips at ${clipping.sensitivity}, which is not what its plan gives`;
+    if (!close(noise.std, plan.noise_multiplier * norm)) return `has noise of ${noise.std}, not ${plan.noise_multiplier * norm}`;
+    if (!close(noise.divisor, (plan.rate * plan.records) / plan.parts)) return "is divided by another number than the expected batch";
+    if (!(noise.elements >= 1)) return "has noise on no element";
+    if (!same(metrics.map(({ name, sensitivity, std }) => [name, sensitivity, std]),
+      (plan.metrics ?? []).map(({ name, bound, std }) => [name, bound, std]))) return "publishes other numbers of its records than its plan says";
+    const exact = plan.noise?.kind === "exact";
+    if (exact !== (noise.generator === EXACT)) return "has exact noise where its plan has none, or none where it has";
+    for (const [grid, elements, moved] of [[noise.grid ?? 0, noise.elements, clipping.sensitivity], ...metrics.map((each) => [each.grid ?? 0, 1, each.sensitivity])]) {
+      const fits = grid > 0 && Number.isInteger(Math.log2(grid)) && grid * Math.sqrt(elements) <= plan.noise?.growth * moved;
+      if (exact ? !fits : grid) return "is rounded to a grid that its plan does not charge";
+    }
+    if (plan.matrix) {
+      const row = plan.noise.rows[(step - 1) % plan.noise.rows.length];
+      const used = row.filter((_, place) => step - row.length + 1 + place > segment.from_step);
+      if (noise.correlation?.matrix !== plan.matrix || !close(noise.correlation.added, noise.std * Math.hypot(...used))) return "has noise of another matrix than its plan says";
+    } else if (noise.correlation) return "has correlated noise, of which its plan says nothing";
+    const acting = [clipping.rule, noise.generator, noise.elements];
+    if (segment.acting && !same(segment.acting, acting)) return "trains other weights, or in another way, than the steps before it";
+    segment.acting = acting;
+    return null;
+  }
+
+  // C of a step: the plan's, or what the released share of clipped records made of the one before.
+  norm(plan, segment, step, stated) {
+    if (!plan.adaptive || step === 1) return plan.clip_norm;
+    const before = step === segment.from_step + 1 ? this.segments.filter((each) => each.phase === segment.phase) : [segment];
+    const possible = before.map((each) => each.norms.get(step)).filter((each) => each !== undefined);
+    return possible.find((each) => close(stated, each)) ?? null;
+  }
+
+  commit(entry) {
+    const segment = this.segments.at(-1), plan = this.plans.get(entry.phase), { facts, step } = entry;
+    if (!segment || segment.phase !== entry.phase || segment.number !== entry.segment || step !== segment.opened || segment.committed === step) {
+      throw new Refused("a step was committed without being open, or twice");
+    }
+    segment.committed = step;
+    this.committed.set(entry.phase, Math.max(step, this.committed.get(entry.phase)));
+    if (plan.adaptive) {
+      const { quantile, learning_rate, lowest, highest } = plan.adaptive, share = Math.min(1, Math.max(0, entry.share));
+      if (typeof entry.share !== "number") throw new Refused(`step ${step} was committed without its share of clipped records`);
+      segment.norms.set(step + 1, Math.min(highest, Math.max(lowest, facts.clipping.sensitivity * Math.exp(learning_rate * (share - 1 + quantile)))));
+    }
+    if (same(facts, segment.facts)) return;
+    const weaker = { ...facts, clipping: { ...facts.clipping, sensitivity: 0 }, noise: { ...facts.noise, std: 0 }, metrics: (facts.metrics ?? []).map((each) => ({ ...each, sensitivity: 0, std: 0 })) };
+    const told = segment.facts, announced = { ...told, clipping: { ...told.clipping, sensitivity: 0 }, noise: { ...told.noise, std: 0 }, metrics: (told.metrics ?? []).map((each) => ({ ...each, sensitivity: 0, std: 0 })) };
+    const sigma = this.sigma(plan, facts);
+    if (!same(weaker, announced) || !(sigma > 0)) this.faults.push(`step ${step} of phase ${entry.phase} did something else than it had announced`);
+    else this.charge(entry, sigma);
+  }
+
+  // Each step, or epoch of random allocation, counts once in its segment, with the least noise of its own.
+  charge({ phase, segment, step }, sigma) {
+    const plan = this.plans.get(phase), turn = plan.slots > 1 ? Math.floor((step - 1) / plan.slots) : step;
+    const planned = this.sigma(plan, { clipping: { sensitivity: 1 }, noise: { std: plan.noise_multiplier },
+      metrics: (plan.metrics ?? []).map(({ bound, std }) => ({ sensitivity: bound, std })) });
+    const exact = close(sigma, planned) ? planned : sigma, name = `${phase} ${segment} ${turn}`;
+    const last = this.last?.name === name ? this.last : null;
+    if (last && last.sigma <= exact) return;
+    if (last) last.counts.set(last.part, last.counts.get(last.part) - 1);
+    const key = `${phase} ${exact}`, part = step % plan.parts;
+    if (!this.charges.has(key)) this.charges.set(key, { plan, sigma: exact, counts: new Map() });
+    const { counts } = this.charges.get(key);
+    counts.set(part, (counts.get(part) ?? 0) + 1);
+    this.last = { name, sigma: exact, counts, part };
+  }
+
+  // What the steps that were opened are to one record.
+  events() {
+    const found = [...this.charges.values()].map(({ plan, sigma, counts }) =>
+      ({ rate: plan.rate, sigma, count: Math.max(...counts.values()), slots: plan.slots }));
+    return merged([...found, ...this.lost]);
+  }
+
+  // Why nothing may be claimed.
+  objection() {
+    if (this.run.debug) return "its keys come from a seed that the user gave (debug)";
+    for (const [phase, open] of this.nonprivate) if (!open) return `phase ${this.names.get(phase)} trained without noise on data that nobody called public`;
+    if ([...this.withoutNoise].some((digest) => this.protected.has(digest))) return "records that a phase protects were used without noise";
+    if (this.faults.length) return this.faults[0];
+    if (this.tunings.some((each) => !each.runs)) return "it was tuned on private data by a number of runs that is not charged";
+    if (this.late.length && this.tunings.length) return "it was chosen among several runs, and a plan was declared late";
+    if ([...this.plans.values()].some((plan) => plan.stands_for)) return "it simulates another run (TAN)";
+    return this.plans.size ? null : "no phase of it was private";
+  }
+
+  // Whether outputs may have decided how long it ran, so that the planned budget is the claim.
+  mustClaimBudget() {
+    const cut = [...this.plans].some(([phase, plan]) => this.committed.get(phase) < plan.steps
+      && (this.finished || [...this.names.keys()].some((later) => later > phase)));
+    return cut || this.choices > 0 || this.late.length > 0 || this.segments.some((each) => each.number > 0);
+  }
+}
+
+function merged(events) {
+  const found = new Map();
+  for (const each of events) {
+    const key = `${each.rate} ${each.sigma} ${each.slots ?? 1}`, before = found.get(key);
+    if (before) before.count += each.count; else found.set(key, { slots: 1, ...each });
+  }
+  return [...found.values()].filter((each) => each.count > 0);
+}
+
+// ---- What a certificate says, against the ledger. Findings are {state: "holds" | "fails" | "open", text}.
+
+// By how much two accountants may differ, and where both put losses on lattices, besides the interval of this page's.
+const AGREEMENT = 2e-3, ON_LATTICES = 1e-2;
+
+async function judge({ ledger, certificate, signed, files = [] }) {
+  const found = [], claim = certificate?.claim ?? {};
+  const say = (state, text) => found.push({ state, text });
+  say("holds", `${ledger.hashes.length.toLocaleString("en")} lines of the ledger follow one another, and none was changed.`);
+  say("holds", `${ledger.steps.toLocaleString("en")} private steps were opened, each as its frozen plan says.`);
+  if (certificate === undefined) say("open", "There is no certificate here, so nothing is compared with one.");
+  else {
+    const { length, head } = certificate.ledger;
+    if (ledger.hashes[length - 1] !== head) say("fails", "The certificate was written for another ledger, or this one was cut or rewritten.");
+    else if (ledger.lastUncovered > length) say("fails", "The run went on after the certificate was written, so it no longer covers it.");
+    else say("holds", `Line ${length.toLocaleString("en")} of the ledger is the one that the certificate names.`);
+    found.push(await signatureOf(certificate, signed, ledger.run.signer));
+  }
+  const objection = ledger.objection();
+  if (objection) say(claim.private === true ? "fails" : "open", `NOT PRIVATE: ${objection}.`);
+  else if (claim.private === false) say("open", "The certificate itself makes no claim of privacy.");
+  if (!ledger.plans.size || ledger.faults.length) return found;
+  found.curve = epsilons(ledger, certificate, say);
+  await weights(certificate, files, say);
+  say("open", "Not in the ledger: that the program did what it reported, that its keys were secret, and that the data are what the run was told.");
+  return found;
+}
+
+async function signatureOf(certificate, signed, signer) {
+  const { algorithm, public_key: key, value } = certificate.signature ?? {};
+  if (algorithm !== "Ed25519" || key !== signer) return { state: "fails", text: "The certificate is not signed by the key in the ledger's first line." };
+  let valid;
+  try {
+    const imported = await crypto.subtle.importKey("raw", bytesOfHex(key), "Ed25519", false, ["verify"]);
+    const { signature, ...rest } = signed;
+    valid = await crypto.subtle.verify("Ed25519", imported, bytesOfHex(value), bytesOf(signedText(rest)));
+  } catch {
+    return { state: "open", text: "The signature: this browser cannot check Ed25519 signatures; use a newer one, or account.py verify." };
+  }
+  if (!valid) return { state: "fails", text: "The certificate was changed after it was signed." };
+  return { state: "holds", text: `The certificate is signed by the run's key ${key.slice(0, 16)}…; compare it with the one that a log of runs or a witness names.` };
+}
+
+function epsilons(ledger, certificate, say) {
+  const deltas = new Set([...ledger.plans.values()].map((plan) => plan.delta)), [delta] = deltas, claim = certificate?.claim;
+  if (deltas.size > 1) return say("fails", "The ledger has several values of delta, so no single claim can be made.");
+  const compare = (name, stated, { low, high }) => {
+    const shown = low === high ? high.toFixed(6) : `${low.toFixed(6)} to ${high.toFixed(6)}`;
+    const room = (low < high ? ON_LATTICES : AGREEMENT) * high + (high - low) + 1e-6;
+    if (typeof stated !== "number") say("fails", `${name}: the certificate states no ε, and the ledger has steps.`);
+    else if (stated < low * (1 - 1e-6) - 1e-9) say("fails", `${name}: the certificate says ε = ${stated}, and this page finds ${shown}.`);
+    else if (stated > high + room) say("fails", `${name}: the certificate says ε = ${stated}, above what this page finds, ${shown}: it is of another run.`);
+    else say("holds", `${name}: ε = ${stated}; computed anew in this page ${shown}.`);
+  };
+  const events = ledger.events(), spent = epsilonOf(events, delta);
+  if (!certificate) return say("open", `The steps of the ledger cost ε = ${spent.high.toFixed(6)} at δ = ${delta}, by this page; nothing is claimed.`);
+  if (claim.delta !== delta) say("fails", `The certificate says δ = ${claim.delta}, the ledger ${delta}.`);
+  compare("Spent", claim.epsilon, spent);
+  const [{ unit }] = ledger.plans.values(), at = claim.delta_claimed ?? delta;
+  const said = / ?\(([^ ,]+), ([^ )]+)\)-differential privacy for (.*), for everything that this run released$/.exec(claim.statement);
+  if (claim.private && !(said && Number(said[1]) >= claim.epsilon_claimed && Number(said[2]) >= at && said[3] === unit)) {
+    say("fails", `The certificate's sentence is not that of its numbers: (${claim.epsilon_claimed}, ${at}) for ${unit}.`);
+  }
+  const budget = [...ledger.plans.values()].reduce((sum, plan) => sum + plan.epsilon_budget, 0);
+  const least = ledger.mustClaimBudget() ? Math.max(budget, spent.low) : spent.low;
+  if (!(claim.epsilon_claimed >= least * (1 - 1e-9))) {
+    say("fails", `The certificate claims ε = ${claim.epsilon_claimed}, below ${least.toFixed(6)}${least === budget ? ", the budget, which it must claim since outputs may have decided how the run went" : ""}.`);
+  } else say("holds", `Claimed: ε = ${claim.epsilon_claimed} at δ = ${claim.delta_claimed ?? delta}, no less than what the ledger asks for.`);
+  const runs = ledger.tunings.filter((each) => each.runs);
+  if (runs.length && runs.every((each) => each.runs.fixed)) {
+    const most = Math.max(...runs.map((each) => each.runs.mean)), all = epsilonOf(events.map((each) => ({ ...each, count: each.count * most })), delta);
+    say(claim.epsilon_claimed < all.low * (1 - 1e-9) ? "fails" : "holds", `Chosen among ${most} runs, which together cost ε = ${all.high.toFixed(6)}.`);
+  } else if (runs.length) say("open", "The cost of choosing among a random number of runs is not computed in this page.");
+  if (ledger.late.length && !(claim.delta_claimed >= delta * (1 + ledger.late.length) * (1 - 1e-9))) say("fails", "A plan that was declared late adds its own delta, and the certificate leaves it out.");
+  return rows(certificate.limits, ledger, claim, compare, say);
+}
+
+// The other rows of a certificate: more records of a person, an exchanged record, other deltas, the trade-off.
+function rows(limits, ledger, claim, compare, say) {
+  if (!limits?.events) return say("open", "Rows for groups, exchanged records and other deltas: this certificate proves none.");
+  const events = merged(limits.events), [{ delta, epsilon_budget: budget }] = ledger.plans.values(), spent = ledger.events();
+  if (!events.every(({ rate, sigma, count, slots }) => rate > 0 && rate <= 1 && sigma > 0 && count > 0 && slots >= 1)
+    || limits.delta !== (claim.delta_claimed ?? delta)) return say("fails", "The certificate's limits are of no private training.");
+  for (const each of spent) {
+    const stated = events.find((event) => event.rate === each.rate && close(event.sigma, each.sigma) && event.slots === each.slots);
+    if (!stated || stated.count < each.count) return say("fails", "The certificate's limits leave out steps that the ledger charges.");
+  }
+  if (ledger.mustClaimBudget()) {
+    if (ledger.plans.size > 1) say("open", "Whether the limits are of all steps that the budgets of several phases would have allowed.");
+    else if (epsilonOf(events, delta).high < budget * (1 - AGREEMENT)) return say("fails", "The certificate's limits leave out steps that its budget would have allowed.");
+  }
+  const plain = events.every((event) => event.slots === 1);
+  for (const { epsilon, reason, ...whose } of limits.groups) {
+    const [[noun, k]] = Object.entries(whose);
+    if (epsilon !== null && plain) compare(`${k} ${noun} of one person`, epsilon, epsilonOf(events, limits.delta, { group: k }));
+    else if (epsilon !== null) say("fails", "A row for several records where nothing is proved for them.");
+  }
+  if (limits.replacement.epsilon !== null && plain) compare("An exchanged record", limits.replacement.epsilon, epsilonOf(events, limits.delta, "replacement"));
+  for (const { delta: other, epsilon } of limits.other_deltas) {
+    if (epsilon !== null) compare(`At δ = ${other}`, epsilon, epsilonOf(events, other));
+  }
+  const alarms = limits.true_positives.map((each) => each.false_alarms);
+  if (!alarms.every((each) => each > 0 && each < 1)) return say("fails", "The certificate's shares of false alarms are no shares.");
+  const found = powers(events, alarms);
+  const wrong = alarms.findIndex((_, k) => !(limits.true_positives[k].at_most >= found[k] * (1 - AGREEMENT)));
+  if (wrong < 0) say("holds", `The limits of every attack, at ${found.length} shares of false alarms.`);
+  else {
+    say("fails", `At ${alarms[wrong]} false alarms the certificate says that at most ${limits.true_positives[wrong].at_most} of the true members are found; this page finds ${found[wrong]}.`);
+  }
+  return alarms.map((alpha, k) => [alpha, found[k]]);
+}
+
+// Files of weights, and the list by which they are certified.
+async function weights(certificate, files, say) {
+  const certified = certificate?.weights ?? [], given = files.filter((file) => file.name.endsWith(".safetensors"));
+  if (!certified.length) { if (given.length) say("open", "Weights: the certificate names none."); return; }
+  const list = files.find((file) => file.name === "weights.json");
+  if (!list) return say("open", `Weights: drop weights.json${given.length ? "" : " and the exported files"} here, too.`);
+  const lists = parseJson(await list.text());
+  for (const { phase, step, sha256 } of certified) {
+    const name = `phase${String(phase).padStart(2, "0")}-step${String(step).padStart(8, "0")}`, tensors = lists[name] ?? {};
+    if (new Sha256().update(bytesOf(signedText(tensors))).hex() !== sha256) return say("fails", `weights.json is not the one that was certified for ${name}.`);
+  }
+  say("holds", "weights.json is the list of tensors that was certified.");
+  for (const file of given) {
+    const strange = await unlike(file, Object.values(lists), file.name.startsWith("averaged") ? "averaged/" : "");
+    if (strange === null) say("holds", `${file.name}: every tensor is a certified one.`);
+    else say("open", `${file.name}: its tensor ${strange} is under no certified name. Where an export renamed it, account.py verify can follow that.`);
+  }
+}
+
+// The first tensor of a file that is not in any one of the lists; null if all are.
+async function unlike(file, lists, prefix) {
+  const size = Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
+  if (!(size <= 100 * 2 ** 20)) throw new Refused(`${file.name} is not a safetensors file`);
+  const header = parseJson(await file.slice(8, 8 + size).text()), left = lists.map(() => null);
+  for (const [name, { dtype, shape, data_offsets: [from, to] }] of Object.entries(header).filter(([key]) => key !== "__metadata__")) {
+    const hash = new Sha256().update(bytesOf(`${dtype} [${shape.join(", ")}]\n`));
+    for (let at = from; at < to; at += PIECE) hash.update(new Uint8Array(await file.slice(8 + size + at, 8 + size + Math.min(to, at + PIECE)).arrayBuffer()));
+    const digest = hash.hex();
+    lists.forEach((list, k) => { if (list[prefix + name] !== digest) left[k] ??= name; });
+  }
+  return left.includes(null) ? null : left[0];
+}
+
+// A dropped or embedded certificate: its values, and the same with every number as it was written.
+function readCertificate(text) {
+  if (text.length > LARGEST_JSON) throw new Refused("is larger than 64 MiB, and no certificate is");
+  const certificate = parseJson(text);
+  if (certificate?.format !== "murmuration-certificate/1") throw new Refused(`is no certificate that this page can check (format ${certificate?.format})`);
+  return { certificate, signed: parseJson(text, { number: (digits) => new Token(digits) }) };
+}

