@@ -97,11 +97,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-def pytest_collection_finish() -> None:
+most_modules = 0
+
+
+def freeze_imports() -> None:
     """What was imported stays. The library collects and looks through all objects at every start and save, which took
     most of a toy run."""
-    gc.collect()
-    gc.freeze()
+    global most_modules
+    if len(sys.modules) > most_modules:
+        most_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    freeze_imports()
+
+
+def pytest_runtest_logfinish() -> None:
+    freeze_imports()
 
 
 @pytest.hookimpl(tryfirst=True)
