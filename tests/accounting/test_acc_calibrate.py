@@ -127,6 +127,7 @@ def test_only_too_little_noise_explains_that_there_is_no_answer(by: calibrate.By
         calibrate_sigma(Event(0.5, 1.0, 2), 8.0, 1e-38)
 
 
+@pytest.mark.rest
 def test_where_delta_alone_keeps_any_epsilon_the_least_noise_that_can_be_accounted_is_enough() -> None:
     """A record that takes part less often than delta: epsilon is 0 with any noise, so its slope leads nowhere."""
     sigma = calibrate_sigma(Event(1e-6, 1.0, 1), 8.0, 1e-3, digits=3)

@@ -444,6 +444,7 @@ def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None
         training(tmp_path, micro_batch=16)
 
 
+@pytest.mark.rest
 def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_floating_point(tmp_path: Path) -> None:
     with training(tmp_path, computation=Computation(noise="exact")) as session:
         session.prove()
