@@ -25,7 +25,7 @@ settings.load_profile("suite")
 
 TESTS = Path(__file__).resolve().parent
 
-# Every test of these files is core, unless it is marked slow.
+# Every test of these files is core, unless it is marked slow or rest.
 CORE_FILES = {
     "the private step": [
         "train/test_train_step.py", "train/test_train_sums.py", "train/test_train_sensitivity.py",
@@ -91,17 +91,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path in WHOLLY:
+        if item.path in WHOLLY and not item.get_closest_marker("rest"):
             item.add_marker("core")
         if item.path.is_relative_to(TESTS / "contrib"):  # what no recipe uses is tried by `make test-slow` alone
             item.add_marker("slow")
 
 
-def pytest_collection_finish() -> None:
+most_modules = 0
+
+
+def freeze_imports() -> None:
     """What was imported stays. The library collects and looks through all objects at every start and save, which took
     most of a toy run."""
-    gc.collect()
-    gc.freeze()
+    global most_modules
+    if len(sys.modules) > most_modules:
+        most_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    freeze_imports()
+
+
+def pytest_runtest_logfinish() -> None:
+    freeze_imports()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,8 @@ DEMO = (20_000, 1000, 50, 2.5e-5)
 @pytest.mark.parametrize(
     ("rate", "steps", "target", "delta", "by"),
     [
-        pytest.param(0.05, 50, 8.0, 2.5e-5, "pld", marks=pytest.mark.slow), (0.05, 50, 8.0, 2.5e-5, "rdp"),
+        pytest.param(0.05, 50, 8.0, 2.5e-5, "pld", marks=pytest.mark.slow), 
+        pytest.param(0.05, 50, 8.0, 2.5e-5, "rdp", marks=pytest.mark.rest),
         pytest.param(0.01, 100, 0.5, 1e-6, "pld", marks=pytest.mark.slow),
         (1.0, 1, 4.0, 1e-6, "pld"), (1.0, 7, 1.0, 1e-6, "rdp"), (0.002, 300, 3.0, 1e-7, "rdp"),
         (0.2, 3, 0.2, 1e-4, "pld"),
@@ -47,6 +48,7 @@ def test_exact_sigmas_of_the_papers(n, batch, steps, share, rdp, pld) -> None:
     assert abs(calibrate_sigma(Event(batch / n, 1.0, steps), 8.0, share / n) - pld) < 2e-4
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("by", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
 def test_steps(by) -> None:
     steps = calibrate_steps(Event(0.05, 0.8, 1), 6.0, 2.5e-5, by)
@@ -54,6 +56,7 @@ def test_steps(by) -> None:
     assert epsilon([Event(0.05, 0.8, steps + 1)], 2.5e-5, by) > 6.0
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("by", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
 def test_batch(by) -> None:
     n, _, steps, delta = DEMO
@@ -127,6 +130,7 @@ def test_only_too_little_noise_explains_that_there_is_no_answer(by: calibrate.By
         calibrate_sigma(Event(0.5, 1.0, 2), 8.0, 1e-38)
 
 
+@pytest.mark.rest
 def test_where_delta_alone_keeps_any_epsilon_the_least_noise_that_can_be_accounted_is_enough() -> None:
     """A record that takes part less often than delta: epsilon is 0 with any noise, so its slope leads nowhere."""
     sigma = calibrate_sigma(Event(1e-6, 1.0, 1), 8.0, 1e-3, digits=3)

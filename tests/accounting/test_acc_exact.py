@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,7 @@ def rounded_masses(deviation: float, centre: int, reach: int) -> np.ndarray:
 # Deviation in steps of the grid, and by how many steps a record moves the rounded sum in one or two elements.
 CASES = [(0.3, (1,)), (0.7, (1,)), (1.0, (3,)), (2.0, (5,)), (6.0, (4,)), (40.0, (37,)), (1.5, (1, 2)), (8.0, (3, 7))]
 RATES = [0.01, 0.3, 1.0]
+IN_CORE = CASES[2], CASES[5], CASES[6]
 
 
 def pair(deviation: float, shift: tuple[int, ...], rate: float) -> tuple[np.ndarray, np.ndarray]:
@@ -227,8 +229,13 @@ def pair(deviation: float, shift: tuple[int, ...], rate: float) -> tuple[np.ndar
     return without, (1 - rate) * without + rate * present
 
 
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize(("deviation", "shift"), CASES)
+@pytest.mark.parametrize(
+    ("deviation", "shift", "rate"),
+    [
+        pytest.param(*case, rate, marks=() if case in IN_CORE and rate == 0.3 else pytest.mark.rest)
+        for case, rate in product(CASES, RATES)
+    ],
+)
 def test_no_delta_of_the_rounded_noise_exceeds_the_gaussians(
     deviation: float, shift: tuple[int, ...], rate: float
 ) -> None:

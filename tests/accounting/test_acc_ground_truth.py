@@ -200,6 +200,7 @@ def test_rounding_never_helps_the_claim() -> None:
         assert delta <= float(show_delta(delta)) <= delta * 1.011
 
 
+@pytest.mark.rest
 def test_two_billion_records_take_no_longer_than_two_million_and_less_than_a_gigabyte() -> None:
     program = (
         "import re, time, sys\n"

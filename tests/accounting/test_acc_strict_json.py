@@ -127,6 +127,7 @@ def changed(document: dict, place: tuple, value: object) -> dict:
     return document
 
 
+@pytest.mark.rest
 def test_no_type_in_a_certificate_ends_in_anything_but_a_refusal(tmp_path: Path, monkeypatch) -> None:
     journal = whole_run(tmp_path)
     document = document_of(journal, {"siblings": []})

@@ -24,8 +24,14 @@ def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return chosen
 
 
-def all_of(*settings: Iterable[Any], unless: Callable[..., bool] = lambda *row: False) -> list[Any]:
-    """The whole product for `pytest.mark.parametrize`; a pairwise part of it is marked `core`."""
+def never(*_: Any) -> bool:
+    return False
+
+
+def all_of(
+    *settings: Iterable[Any], unless: Callable[..., bool] = never, rest: Callable[..., bool] = never
+) -> list[Any]:
+    """The whole product for `pytest.mark.parametrize`; a pairwise part of what is not `rest` is marked `core`."""
     rows = [row for row in product(*settings) if not unless(*row)]
-    core = set(pairwise(rows))
+    core = set(pairwise([row for row in rows if not rest(*row)]))
     return [pytest.param(*row, marks=pytest.mark.core if row in core else ()) for row in rows]

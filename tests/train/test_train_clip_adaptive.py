@@ -263,6 +263,7 @@ def test_what_does_not_go_with_adaptive_clipping_is_refused() -> None:
         settings({"adaptive": {}}, {"noise_floor": 1e-6})
 
 
+@pytest.mark.rest
 def test_what_is_measured_at_a_checkpoint_is_measured_at_the_norm_of_the_next_step() -> None:
     phase, plan = measured(ready()), adaptive_plan()
     engine, clip, _ = private_engine(alone(), plan, False, build(phase.shape, "mae"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,11 @@ def test_an_honest_engine_passes_the_check_and_a_wrong_one_does_not(make: Callab
         assert clip.rule == FLAT
 
 
-def deep(objective: Objective) -> nn.Module:
-    """Two dozen blocks one after the other, in which rounding has room to add up."""
-    settings = dict(image_size=32, patch_size=8, width=16, depth=24, heads=2)
+def deep(objective: Objective, depth: int = 24) -> nn.Module:
+    """Blocks one after the other, in which rounding has room to add up."""
+    settings = dict(image_size=32, patch_size=8, width=16, depth=depth, heads=2)
     if objective == "caption":
-        settings |= dict(decoder_width=16, decoder_depth=6, decoder_heads=2, text_length=8, vocabulary=32)
+        settings |= dict(decoder_width=16, decoder_depth=depth // 4, decoder_heads=2, text_length=8, vocabulary=32)
     family = {"caption": "captioner", "mae": "mae", "classify": "classifier"}[objective]
     if objective != "classify":
         settings |= dict(mae_decoder_width=16, mae_decoder_depth=2, mae_decoder_heads=2)
@@ -59,8 +60,13 @@ def checked(clip: ClipEngine, model: nn.Module, objective: Objective) -> None:
     check_gradients(clip, model, batch.inputs, batch.present)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("objective", ["mae", "caption", "classify"])
+@pytest.mark.parametrize(
+    ("objective", "precision"),
+    [
+        pytest.param(*row, marks=() if row == ("caption", "bf16") else pytest.mark.rest)
+        for row in product(("mae", "caption", "classify"), ("fp32", "bf16", "fp16"))
+    ],
+)
 def test_the_book_keeping_engine_passes_in_every_precision_however_deep_the_model(
     objective: Objective, precision: Precision
 ) -> None:
@@ -77,7 +83,7 @@ def test_norms_that_allow_for_rounded_operands_as_on_a_gpu_pass_and_short_ones_d
 ) -> None:
     """On GPUs, norms are larger than what is added by up to two percent, which a first H200 refused to train with."""
     how: dict[str, Any] = {"round_operands": True, "together": True}
-    model = deep("caption")
+    model = deep("caption", 6)
     if fault is not None:
         with pytest.raises(ClipError, match="is off by"):
             checked(OffBy("bf16", FLAT, **fault, **how), model, "caption")
@@ -89,12 +95,13 @@ def test_norms_that_allow_for_rounded_operands_as_on_a_gpu_pass_and_short_ones_d
     assert float((seen.norms / seen.measured).min()) > 1.002, "there is something that the check must look past"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "fault",
+    ("precision", "fault"),
     [
-        {"sums": 0.97, "norms": 0.97}, {"sums": 1.03, "norms": 1.03}, {"norms": 0.97}, {"norms": 0.995}, {"sums": 0.97},
-        {"sums": 0.998, "norms": 0.998, "always": True},
+        ("bf16", {"sums": 0.97, "norms": 0.97}), ("bf16", {"sums": 1.03, "norms": 1.03}), ("bf16", {"norms": 0.995}),
+        ("bf16", {"sums": 0.97}), ("bf16", {"sums": 0.998, "norms": 0.998, "always": True}),
+        pytest.param("fp16", {"sums": 0.97, "norms": 0.97}, marks=pytest.mark.rest),
+        pytest.param("fp16", {"norms": 0.995}, marks=pytest.mark.rest),
     ],
     ids=str,
 )  # fmt: skip
@@ -102,7 +109,7 @@ def test_three_percent_in_half_precision_are_found_and_less_where_rounding_has_n
     precision: Precision, fault: dict[str, float]
 ) -> None:
     """Ten percent used to pass: in half precision a whole gradient, a norm, or a fault of all precisions."""
-    model = deep("caption")
+    model = deep("caption", 6)
     clip = OffBy(precision, FLAT, **fault)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ClipError, match="is off by"):
         checked(clip, model, "caption")

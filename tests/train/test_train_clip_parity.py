@@ -44,6 +44,14 @@ def unsupported(engine: str, case: str, *_: str) -> bool:
     return (engine, case) in UNSUPPORTED
 
 
+DEAR = {"dropping_mae", "dropping_captioner", "dropping_checkpoints", "checkpointed", "big_transfer"}
+
+
+def dear(engine: str, case: str, kind: str = "flat") -> bool:
+    """The core compares the sums of both engines with a loop for every model, and leaves these to `make test-full`."""
+    return engine == "reference" or case in DEAR or kind == "automatic"
+
+
 @pytest.mark.parametrize(
     ("engine", "name", "kind", "precision"), all_of(ENGINES, CASES, KINDS, DTYPES, unless=unsupported)
 )
@@ -103,7 +111,16 @@ def test_groups_are_clipped_each_by_its_own_norm(name: str, kind: str, grouping:
     assert rule.sensitivity == bound
 
 
-@pytest.mark.parametrize(("engine", "name", "kind"), all_of(ENGINES, CASES, ("flat", "automatic"), unless=unsupported))
+@pytest.mark.parametrize(
+    ("engine", "name", "kind"),
+    all_of(
+        ENGINES,
+        CASES,
+        ("flat", "automatic"),
+        unless=unsupported,
+        rest=dear,
+    ),
+)
 def test_norms_of_any_size_are_clipped_and_leave_the_neighbours_alone(engine: str, name: str, kind: str) -> None:
     model = Scaled(CASES[name].model())
     inputs: dict[str, Tensor] = {**CASES[name].batch(len(SCALES)), "scale": torch.ones(len(SCALES))}
@@ -130,7 +147,7 @@ def test_norms_of_any_size_are_clipped_and_leave_the_neighbours_alone(engine: st
         assert torch.equal(getattr(seen, field)[[0]], getattr(before, field)[[0]]), field
 
 
-@pytest.mark.parametrize(("engine", "name"), all_of(ENGINES, CASES, unless=unsupported))
+@pytest.mark.parametrize(("engine", "name"), all_of(ENGINES, CASES, unless=unsupported, rest=dear))
 def test_a_record_adds_the_same_in_any_row_beside_anyone(engine: str, name: str) -> None:
     case, order = CASES[name], torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
     model, inputs = case.model(), case.batch(8)
@@ -151,7 +168,7 @@ def test_a_record_adds_the_same_in_any_row_beside_anyone(engine: str, name: str)
         assert contribution(clip, model, inputs, row) <= bound * (1 + 1e-5)
 
 
-@pytest.mark.parametrize(("engine", "name"), all_of(ENGINES, CASES, unless=unsupported))
+@pytest.mark.parametrize(("engine", "name"), all_of(ENGINES, CASES, unless=unsupported, rest=dear))
 def test_an_absent_record_leaves_no_trace_in_any_bit(engine: str, name: str) -> None:
     case = CASES[name]
     model, inputs = case.model(), case.batch(4)

@@ -106,6 +106,7 @@ def test_numbering_refuses_a_wrong_map_and_puts_the_weights_back(how: str) -> No
     assert all(torch.equal(before[name], p) for name, p in store.parameters.items())
 
 
+@pytest.mark.rest
 def test_numbers_have_a_second_digit_where_fp32_ends() -> None:
     """Elements further apart than fp32 can count must not pass for one another."""
     sizes = {"first": DIGIT, "second": 2}
@@ -162,6 +163,7 @@ def test_ranks_that_leave_part_of_a_copy_are_refused() -> None:
 # Compiled blocks of public phases
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("objective", ["mae", "caption"])
 def test_blocks_of_one_kind_are_compiled_once_and_nothing_else_is(
     objective: Objective, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def test_the_bits_are_pinned_and_float32_is_the_draw_rounded() -> None:
     assert np.array_equal(exact.astype(np.float32), mechanism.draw(3, 2, 5, 100_001))
 
 
+@pytest.mark.rest
 def test_vector_instructions_do_not_change_a_bit() -> None:
     """numpy without its AVX paths: what an older processor would draw."""
     features = [name for name in np._core._multiarray_umath.__cpu_dispatch__ if name]  # pyright: ignore

@@ -24,7 +24,6 @@ from murmuration.accounting.noise import GENERATORS
 from murmuration.train.core import PrivateCore
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import chacha
-from murmuration.train.noise.aes import NOISE_CHUNK
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 from murmuration.train.noise.chacha import PER_BLOCK, ChaChaNoise, fixed_words, keystream
 from tests.support.interpreted import results_of
@@ -210,20 +209,22 @@ def test_large_fragments_are_cut_and_small_ones_are_drawn_together(monkeypatch: 
 
     monkeypatch.setattr(chacha, "KERNEL_DEVICES", ("cpu",))
     monkeypatch.setattr(chacha, "_kernel", lambda: counted)
+    chunk_length = 1000 * PER_BLOCK
+    monkeypatch.setattr(chacha, "NOISE_CHUNK", chunk_length)
     noise = ChaChaNoise(KEY, 1.0, 1.0)
     fragments = [
-        Fragment("a", 0, 3, NOISE_CHUNK + 10, 0), Fragment("b", 1, 0, 7, NOISE_CHUNK + 10),
-        Fragment("c", 2, 5, 9, NOISE_CHUNK + 17)
+        Fragment("a", 0, 3, chunk_length + 10, 0), Fragment("b", 1, 0, 7, chunk_length + 10),
+        Fragment("c", 2, 5, 9, chunk_length + 17)
     ]  # fmt: skip
-    found = torch.zeros(NOISE_CHUNK + 26, dtype=torch.float64)
+    found = torch.zeros(chunk_length + 26, dtype=torch.float64)
     for chunk, values in noise.chunks(4, fragments, CPU):
-        assert not chunk.of(found).any() and len(values) == chunk.length <= NOISE_CHUNK
+        assert not chunk.of(found).any() and len(values) == chunk.length <= chunk_length
         chunk.of(found).copy_(values)
-    assert launches == [NOISE_CHUNK // PER_BLOCK + 1, 2 + 1 + 2], "the long one, and all that is left in one go"
+    assert launches == [chunk_length // PER_BLOCK + 1, 2 + 1 + 2], "the long one, and all that is left in one go"
     for f in fragments:
         alone = noise.draw(4, f.parameter, f.start, f.length, np.float64)
         assert f.of(found).numpy() == pytest.approx(alone, abs=4e-15)
-    assert int((found != 0).sum()) == NOISE_CHUNK + 26
+    assert int((found != 0).sum()) == chunk_length + 26
     launches.clear()
     monkeypatch.setattr(chacha, "NOISE_CHUNK", 8 * PER_BLOCK)
     assert len(list(noise.chunks(4, [Fragment(str(i), i, 0, 1, i) for i in range(20)], CPU))) == 20
@@ -238,6 +239,7 @@ def test_it_needs_no_deviation_and_ignores_the_global_generators() -> None:
     assert np.array_equal(ChaChaNoise(KEY, 1.0, 1.0).draw(4, 2, 3, 100), first)
 
 
+@pytest.mark.rest
 def test_gpus_take_the_kernel_where_triton_is_and_nothing_imports_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
     script = (
@@ -253,6 +255,7 @@ def test_gpus_take_the_kernel_where_triton_is_and_nothing_imports_it_before(monk
     chacha._kernel.cache_clear()
 
 
+@pytest.mark.rest
 def test_the_kernel_s_words_are_those_of_torch_bit_by_bit() -> None:
     """In Triton's interpreter, through every border of its programs and words."""
     pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
@@ -260,6 +263,7 @@ def test_the_kernel_s_words_are_those_of_torch_bit_by_bit() -> None:
     assert found["words"] == [True] * 6 and found["known"] and found["noise"] and found["calls"] == 1
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernel_compiles_for_cards_without_spilling(capability: int) -> None:
     """By Triton's compiler and NVIDIA's assembler, which need no GPU."""

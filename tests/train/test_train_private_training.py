@@ -39,7 +39,9 @@ from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", ["aes", "chacha20", "exact"])
+@pytest.mark.parametrize(
+    "kind", ["aes", *(pytest.param(kind, marks=pytest.mark.rest) for kind in ("chacha20", "exact"))]
+)
 def test_the_weights_are_those_of_a_computation_by_hand(tmp_path: Path, kind: NoiseKind) -> None:
     """Draw, clipped gradients one record at a time, keyed noise, the constant divisor, SGD; all from the run's key."""
     found = run(tmp_path / "run", 3, computation=Computation(noise=kind))
@@ -96,7 +98,7 @@ def drawn(key: bytes, step: int, records: int, threshold: int) -> np.ndarray:
     return np.flatnonzero(lanes.astype(np.uint64) < threshold)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", [pytest.param("SGD", marks=pytest.mark.rest), "AdamW"])
 def test_a_run_that_was_closed_continues_as_if_it_had_not_been(tmp_path: Path, kind: str) -> None:
     """With the optimizer's moments, where it has any."""
     params = OptimizerParams(momentum=0.9) if kind == "SGD" else OptimizerParams()
@@ -130,6 +132,7 @@ def test_steps_that_a_crash_lost_are_not_made_again_under_their_keys_and_stay_ch
     assert (verdict.opened, verdict.committed, found.done) == (6, 6, 4) and verdict.epsilon <= 20
 
 
+@pytest.mark.rest
 def test_a_finished_run_says_the_same_again_and_trains_no_more(tmp_path: Path) -> None:
     with training(tmp_path, about_data="points on a line", about_owner="a clinic") as found:
         found.prove()
@@ -444,6 +447,7 @@ def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None
         training(tmp_path, micro_batch=16)
 
 
+@pytest.mark.rest
 def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_floating_point(tmp_path: Path) -> None:
     with training(tmp_path, computation=Computation(noise="exact")) as session:
         session.prove()
@@ -475,7 +479,13 @@ def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
         training(tmp_path, computation=Computation(noise="chacha20"))
 
 
-@pytest.mark.parametrize("error", [OSError("cannot identify '/patients/anna.png'"), KeyError("anna"), None])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("cannot identify '/patients/anna.png'"),
+        *(pytest.param(e, marks=pytest.mark.rest) for e in (KeyError("anna"), None)),
+    ],
+)
 def test_a_record_that_cannot_be_read_ends_nothing_and_is_named_in_private_alone(
     tmp_path: Path, error: Exception | None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ def test_an_honest_engine_passes_and_is_left_bit_by_bit_as_it_was(objective: str
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("replicated", [False, True])
 def test_honest_ranks_pass_together(world: int, replicated: bool) -> None:
     reports = on_ranks(world, lambda ranks: tried(ranks, replicated))
@@ -61,6 +61,7 @@ def test_the_noise_of_the_self_test_is_its_own() -> None:
     assert used
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["AdamW", "LAMB", "SGD", "LARS"])
 def test_every_optimizer_passes_and_shows_what_changes_the_gradient_after_the_noise(kind: Any) -> None:
     optimizer = ADAMW.model_copy(update={"type": kind})
