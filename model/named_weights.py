@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from murmuration.model.body import Body, TimmBody
 from murmuration.model.fill import WeightEntries, WeightEntry
 from murmuration.model.load_report import LoadReport, WeightsError
-from murmuration.model.named import Named, pretrained_of
+from murmuration.model.named import CONFIG, Named, is_tower, json_object, pretrained_of
 from murmuration.model.weight_files import export_note, read_weights
 
 OURS = ("body.", "head.", "decoder", "text_")
@@ -57,17 +57,19 @@ def _filtered(state: dict[str, Tensor], net: nn.Module, report: LoadReport) -> M
 
 
 def hugging_face_entries(path: Path, body: Body, named: Named, report: LoadReport) -> WeightEntries:
-    from transformers.models.auto.modeling_auto import AutoModelForImageClassification
+    from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
     from transformers.utils import logging
 
     config: Any = body.net.config
+    tower = (path / CONFIG).is_file() and is_tower(json_object(path / CONFIG))
+    kind = AutoModel if tower else AutoModelForImageClassification
     told_before, shown_before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # our own report says what becomes of each tensor
     logging.disable_progress_bar()
     try:
-        theirs, told = AutoModelForImageClassification.from_pretrained(
-            path, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True,
+        theirs, told = kind.from_pretrained(
+            path, config=config.vision_config if tower else config, local_files_only=True, use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:
         raise WeightsError(f"{path} cannot be read as {named} ({str(error)[:160]}); name its folder.") from None
@@ -77,7 +79,8 @@ def hugging_face_entries(path: Path, body: Body, named: Named, report: LoadRepor
             logging.enable_progress_bar()
     state = dict(theirs.state_dict())
     gone = {*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])}
-    state = {key: tensor for key, tensor in state.items() if key not in gone}
+    prefix = "vision_model." if tower else ""
+    state = {prefix + key: tensor for key, tensor in state.items() if key not in gone}
     found = {
         f"head.{end}": WeightEntry(state.pop(f"classifier.{end}"), (f"classifier.{end}",))
         for end in ("weight", "bias")

@@ -7,16 +7,12 @@ import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from timm.models import save_for_hf
 from torch import nn
-from transformers import ConvNextConfig, ConvNextModel, Dinov2Config, Dinov2Model, SwinConfig, SwinModel
 
 from murmuration.data.index.shard_index import build
 from murmuration.evaluation.models.subject import Subject
@@ -30,7 +26,7 @@ from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.load import load, parse_with_comments
 from murmuration.train.config.root import Config
 from murmuration.train.recipe.warm_start import WarmStart
-from tests.support.foreign_models import hugging_face, timm_vit
+from tests.support.foreign_models import HF_TOYS, TIMM_TOYS, hugging_face, library_folder, timm_vit
 
 RECORDS = 60
 NAMES = ["zebra", "class-of-one", "ostrich"]
@@ -151,32 +147,6 @@ def test_weights_to_start_from_give_the_model_its_shape(tmp_path: Path, labelled
     assert config.phases[0].data.source == "checkpoint" and config.phases[1].privacy is not None
 
 
-def library_folder(folder: Path, kind: str) -> Path:
-    """A toy of an architecture that is none of ours, saved by its own library."""
-    torch.manual_seed(0)
-    if kind in TIMM_TOYS:
-        name, sizes = TIMM_TOYS[kind]
-        save_for_hf(timm.create_model(name, num_classes=0, **sizes), str(folder), model_args=sizes)
-        return folder
-    make, config = HF_TOYS[kind]
-    make(config).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
-    return folder
-
-
-VIT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-HF_TOYS: dict[str, tuple[Any, Any]] = {
-    "dinov2": (Dinov2Model, Dinov2Config(**VIT, image_size=56, patch_size=14)),
-    "swin": (SwinModel, SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 4], image_size=56, window_size=7)),
-    "convnext": (ConvNextModel, ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, image_size=56)),
-}
-TIMM_TOYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "timm dinov2": ("vit_small_patch14_dinov2.lvd142m", {"img_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}),
-    "timm eva": ("eva02_tiny_patch14_224", {"img_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}),
-    "timm convnext": ("convnext_atto", {"dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1)}),
-}
-
-
 @pytest.mark.parametrize("kind", [*HF_TOYS, *TIMM_TOYS])
 def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     tmp_path: Path, labelled: Path, kind: str
@@ -185,7 +155,10 @@ def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     config = written("classify", labelled, tmp_path / "my.json", "--start", str(folder), "--public")
     start, shape = config.phases[0].data, config.model.resolved()
     assert isinstance(start, CheckpointData) and shape.named is not None and shape.head.classes == len(NAMES)
-    stated = {"timm convnext": "imagenet", "timm dinov2": "imagenet", **dict.fromkeys(HF_TOYS, "half")}
+    stated = {
+        "timm convnext": "imagenet", "timm dinov2": "imagenet", "timm swin": "imagenet", "timm siglip": "half",
+        **dict.fromkeys(HF_TOYS, "half"),
+    }  # fmt: skip
     pixels = config.model.pixels
     assert pixels == stated[kind] if kind in stated else pixels.mean == (0.48145466, 0.4578275, 0.40821073)  # pyright: ignore
     model = build_model(config.model, "classify")
@@ -196,6 +169,9 @@ def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     pictures = torch.randn(2, 3, shape.image_size, shape.image_size)
     with torch.no_grad():
         found, expected = model.eval().features(pictures), theirs.model.features(pictures)  # pyright: ignore
+        if kind.startswith(("clip", "siglip")):  # transformers' classifiers read the mean of the patches
+            tokens: Any = theirs.model.net(pixel_values=pictures).last_hidden_state  # pyright: ignore
+            expected = tokens[:, kind.startswith("clip") :].mean(dim=1)
     assert expected.std() > 1e-3
     # DINOv2's classifier in transformers reads the patches' mean behind the class token, its plain model has the token.
     torch.testing.assert_close(found[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5)
