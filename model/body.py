@@ -152,6 +152,8 @@ class Facts:
     unused: frozenset[str]
     statistics: str | None
     """The first layer that normalises by stored statistics, which only trained weights have."""
+    patch: int
+    """Side of the patches that a transformer cuts a picture into; 1 if it says none."""
 
 
 @lru_cache(maxsize=64)
@@ -203,7 +205,15 @@ def _measured(
         gradients = torch.autograd.grad(found.sum(), list(named_parameters.values()), allow_unused=True)
     unused = [name for name, gradient in zip(named_parameters, gradients, strict=True) if gradient is None]
     stored = next((path for path, part in body.net.named_modules() if keeps_statistics(part)), None)
-    return Facts(found.shape[-1], frozenset(unused), stored)
+    return Facts(found.shape[-1], frozenset(unused), stored, _patch_of(body.net))
+
+
+def _patch_of(net: Any) -> int:
+    config = getattr(net, "config", None)
+    said = getattr(getattr(net, "patch_embed", None), "patch_size", None)  # timm
+    said = getattr(getattr(config, "vision_config", config), "patch_size", None) if said is None else said
+    said = said[0] if isinstance(said, list | tuple) and said else said
+    return said if isinstance(said, int) and said > 0 else 1
 
 
 def _first_line(error: Exception) -> str:

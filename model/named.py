@@ -86,6 +86,11 @@ def pretrained_of(name: str) -> dict[str, Any]:
     """What timm states for a name: picture size, mean, deviation, how its head is called."""
     import timm
 
+    if ":" in name or "/" in name:
+        raise NamedError(
+            f"model.name {name!r:.80} is a place of weights, and nothing is downloaded; save them by "
+            "timm.models.save_for_hf, set model.name to their architecture, and start from the folder"
+        )
     plain, _, tag = name.partition(".")
     if not timm.is_model(plain):
         close = difflib.get_close_matches(plain, timm.list_models(), n=3, cutoff=0.4)

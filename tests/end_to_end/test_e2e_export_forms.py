@@ -193,8 +193,8 @@ def test_an_encoder_of_timm_with_adapters_after_an_export_that_was_killed(
     assert "PeftModel.from_pretrained(base" in (tmp_path / "peft" / "README.md").read_text()
     assert exported(monkeypatch, run_dir, tmp_path / "timm", "--form", "timm") == 2
     assert "is not an empty folder" in capsys.readouterr().err
-    assert exported(monkeypatch, tmp_path / "peft", tmp_path / "x", "--form", "timm") == 2
-    assert "has no checkpoint" in capsys.readouterr().err and not (tmp_path / "x").exists()
+    assert exported(monkeypatch, tmp_path / "private", tmp_path / "private" / "x") == 2
+    assert "name the run directory of a finished run" in capsys.readouterr().err
 
 
 def test_published_files_are_read_back_bit_by_bit(root: Path) -> None:

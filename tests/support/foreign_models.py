@@ -116,7 +116,9 @@ def library_folder(folder: Path, kind: str) -> Path:
     torch.manual_seed(0)
     if kind in TIMM_TOYS:
         name, sizes = TIMM_TOYS[kind]
-        save_for_hf(timm.create_model(name, num_classes=0, **sizes), str(folder), model_args=sizes)
+        save_for_hf(
+            timm.create_model(name, num_classes=0, **sizes), str(folder), model_args=sizes, safe_serialization=True
+        )
         return folder
     make, config = HF_TOYS[kind]
     make(config).save_pretrained(folder)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from murmuration.model.warm_start import initialise_from
 from murmuration.train.commands.train import main as train
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.load import load, parse_with_comments
-from murmuration.train.config.root import Config
+from murmuration.train.config.root import Config, Phase
 from murmuration.train.recipe.warm_start import WarmStart
 from tests.support.foreign_models import HF_TOYS, TIMM_TOYS, hugging_face, library_folder, timm_vit
 
@@ -99,7 +101,18 @@ def test_a_classifier(
     held_out = packed(tmp_path / "held", cls=lambda number: NAMES[2])
     out = tmp_path / "my.json"
     config = written(
-        "classify", labelled, out, "--held-out", str(held_out), "--epsilon", "3", "--start", str(weights), "--public"
+        "classify",
+        labelled,
+        out,
+        "--held-out",
+        str(held_out),
+        "--epsilon",
+        "3",
+        "--start",
+        str(weights),
+        "--public",
+        "--trainable",
+        "all",
     )
     assert "your word" in capsys.readouterr().out
     assert train(["--config", str(out), "--dry-run"]) == 0
@@ -110,6 +123,34 @@ def test_a_classifier(
     assert phase.privacy.expected_batch == round(RECORDS * 1000 / 50_000)
     assert phase.steps * phase.privacy.expected_batch == pytest.approx(5 * RECORDS, abs=1)
     assert phase.evaluation is not None and phase.evaluation.path == str(held_out)
+
+
+def test_what_is_trained_follows_from_records_budget_and_model(
+    tmp_path: Path, labelled: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(*more: str) -> Phase:
+        (tmp_path / "my.json").unlink(missing_ok=True)
+        return written("classify", labelled, tmp_path / "my.json", "--start", str(weights), "--public", *more).phases[1]
+
+    phase, said = made("--epsilon", "3"), capsys.readouterr().out
+    assert (phase.trainable, phase.steps) == ("statistics", 1) and phase.features is not None
+    size = sum(each.numel() for each in timm_vit(num_classes=len(NAMES)).parameters())
+    assert f"it trains the head alone: the noise on all {size:,} weights" in said and f"{RECORDS} records" in said
+    ratio = float(re.search(r"is (\S+) times the most", said)[1])  # pyright: ignore
+    written("classify", labelled, tmp_path / "all.json", "--epsilon", "3", "--trainable", "all")
+    sigma = float(re.search(r"sigma = (\S+)", capsys.readouterr().out)[1])  # pyright: ignore
+    assert ratio == pytest.approx(sigma * size**0.5 / 300**0.5, rel=0.05), "300 steps of one record"
+    assert made("--features", str(tmp_path / "kept")).features.folder == str(tmp_path / "kept")  # pyright: ignore
+    capsys.readouterr()
+    phase, said = made("--trainable", "lora"), capsys.readouterr().out
+    assert (phase.trainable, phase.steps) == ("lora", 300) and "it trains" not in said
+    monkeypatch.setattr("murmuration.launch.first_config.USEFUL", ratio + 1)
+    assert made("--epsilon", "3").trainable == "all" and "it trains all weights" in capsys.readouterr().out
+    asked = ("classify", "--data", str(labelled), "--out", str(tmp_path / "no.json"))
+    assert "needs --start" in refused(capsys, *asked, "--trainable", "head")
+    started = (*asked, "--start", str(weights), "--public")
+    assert "add --trainable head" in refused(capsys, *started, "--trainable", "all", "--features", "x")
+    assert "--epsilon" in refused(capsys, *started, "--epsilon", "-1")
 
 
 def test_nothing_of_the_records_but_their_number_is_in_the_file(
@@ -178,6 +219,22 @@ def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     assert found.shape[1] == expected.shape[1] * (1 + (kind == "dinov2"))
 
 
+@pytest.mark.parametrize("kind", ["dinov2", "siglip vision", "timm swin"])
+def test_a_dry_run_reads_names_and_shapes_of_the_weights_alone(
+    tmp_path: Path, labelled: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ("--start", str(library_folder(tmp_path / "weights", kind)), "--public")
+    written("classify", labelled, tmp_path / "my.json", *start)
+    dry = ["--config", str(tmp_path / "my.json"), "--dry-run"]
+    with monkeypatch.context() as patch:
+        patch.setattr("murmuration.model.weight_files.load_file", None)
+        assert train(dry) == 0
+    other = library_folder(tmp_path / "other", "convnext" if kind in HF_TOYS else "timm convnext")
+    capsys.readouterr()
+    assert train([*dry, "--set", f"phases.0.data.path={other}"]) == 2
+    assert "phases.0.data.path" in (said := capsys.readouterr().err) and "set model.name" in said
+
+
 def test_an_encoder_of_a_library_is_no_autoencoder(
     tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -219,6 +276,13 @@ def test_what_cannot_be_meant_is_refused(
     )
     assert "epsilon" in refused(capsys, "mae", "--data", str(captioned), "--epsilon", "-1", *out)
     assert not (tmp_path / "my.json").exists()
+    folder = str(library_folder(tmp_path / "weights", "dinov2"))
+    capsys.readouterr()
+    started = ("classify", "--data", str(labelled), "--start", folder, "--public", *out)
+    assert "8 pixels at the edge that are in no patch" in refused(capsys, *started, "--image-size", "50")
+    vit = ("--start", str(saved(tmp_path / "vit", "timm")))
+    told = refused(capsys, "mae", "--data", str(captioned), *vit, "--public", *out, "--image-size", "15")
+    assert "--image-size: model.image_size 15 is not divisible" in told
     (tmp_path / "my.json").write_text("mine")
     assert "nothing is overwritten" in refused(capsys, "mae", "--data", str(captioned), *out)
     assert (tmp_path / "my.json").read_text() == "mine"

@@ -144,7 +144,7 @@ def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
     _write_json_of_pixels(finished, out)
     write_weights(entries, finished, out / ADAPTER, metadata)
     program = f'from peft import PeftModel\n{program}model = PeftModel.from_pretrained(base, "DIR").eval()\n'
-    note = "The frozen weights are not in this folder: take those from which the last phase started (BASE, or timm's name)."
+    note = "The frozen weights are not in this folder: take those from which the last phase began (BASE, or by name)."
     return Loading("peft", program, (note,))
 
 
