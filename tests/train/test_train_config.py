@@ -35,7 +35,7 @@ HARMFUL: dict[str, Any] = {
     "scheduler": {"type": "WarmupLR"}, "prescale_gradients": True, "gradient_predivide_factor": 2.0,
     "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True, "sparse_gradients": True,
     "tensorboard": {"enabled": True}, "wandb": {"enabled": True}, "comet": {"enabled": True},
-    "csv_monitor": {"enabled": True}, "run.report_to": "wandb", "dump_state": True, "data_efficiency": {"enabled": True},
+    "csv_monitor": {"enabled": True}, "dump_state": True, "data_efficiency": {"enabled": True}, "run.report_to": "wandb",
     "curriculum_learning": {"enabled": True}, "compression_training": {"weight_quantization": {}},
     "elasticity": {"enabled": True}, "zenflow": {}, "zero_optimization.overlap_comm": True,
     "zero_optimization.round_robin_gradients": True, "zero_optimization.stage": 4,

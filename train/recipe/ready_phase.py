@@ -346,8 +346,8 @@ def resolve_shape(config: Config) -> Shape:
     try:
         if cropped := model.cropped():
             raise RecipeError(
-                f"model.image_size {model.image_size} leaves {cropped} pixels at the edge that are in no patch; set it to a "
-                f"multiple of the patch, such as {model.image_size - cropped}"
+                f"model.image_size {model.image_size} leaves {cropped} pixels at the edge that are in no patch; set it "
+                f"to a multiple of the patch, such as {model.image_size - cropped}"
             )
         return model.resolved()
     except SettingsError as error:
