@@ -117,6 +117,8 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
             parent, _, own = path.rpartition(".")
             setattr(adapted_part.get_submodule(parent), own, adapted)
         names |= {f"{body}.{path}.{DOWN}", f"{body}.{path}.{UP}"}
+    if not names:
+        raise ValueError(f"{model.shape.named} has no linear layer to adapt; choose another `trainable`.")
     return names
 
 
