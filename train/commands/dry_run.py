@@ -121,10 +121,7 @@ def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseM
     if not phase.trains:
         return PhaseMeaning(number, phase, notes=notes)
     model = build(shape, phase.objective, device="meta")
-    try:
-        select(model, phase.trainable)
-    except ValueError as error:
-        raise RecipeError(f"phases.{number}.trainable: {str(error).rstrip('.')}") from None
+    select(model, phase.trainable)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     phase, promise = _promise(config, number, phase)
     warning = drowned(promise.plan, trainable, promise.calibrated) if promise is not None else None
