@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.make_plan import PlanRequest, make_plan
 from murmuration.accounting.template import json_text
 from murmuration.accounting.unit import SINGLE, noun
 from murmuration.data.decode.fields import CAPTIONS
@@ -28,22 +30,23 @@ from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.subject import WEIGHT_FILES, Subject
 from murmuration.evaluation.models.weights import Evaluated, Sizes, open_model
+from murmuration.model.build import build
 from murmuration.model.named import DECIDED, LIBRARIES, TITLES, Named
-from murmuration.model.settings import ModelSettings, Shape
+from murmuration.model.settings import ModelSettings, SettingsError, Shape
 from murmuration.model.sizes import TABLES, Family, Stack
 from murmuration.train.commands.dry_run import meaning
 from murmuration.train.config.load import load
 from murmuration.train.config.section import RecipeError
+from murmuration.train.planner.drowned import USEFUL, noise_over_signal
 from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.recipe.labels import FOLDERS, read_list, require_public_names
-from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.pixels import NAMED
-from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.recipe.record_names import shared_names
 from murmuration.train.recipe.warm_start import EXPORTED
 from murmuration.train.storage.run_dir import RunDir, run_dir_of
 
 TEMPLATE = Path(__file__).parent / "first_config.json.jinja"
+DELTA = "1/(2n)"
 CLASSES = "classes.txt"  # beside the shards, where prepare.py pack writes it
 CHECKPOINTS = 10
 
@@ -64,6 +67,8 @@ class ConfigRequest:
     classes: str | None
     classes_public: bool
     unit: str | None
+    trainable: str | None
+    features: str | None
     tokenizer: str | None
     out: Path
 
@@ -107,7 +112,8 @@ RULES = {
 }  # fmt: skip
 
 
-def compose(asked: ConfigRequest) -> str:
+def compose(asked: ConfigRequest) -> tuple[str, str | None]:
+    """The file, and why it trains what it does, if that was not asked for."""
     rule = RULES[asked.goal]
     index = _opened(asked.data, "--data")
     if asked.held_out is not None:
@@ -117,32 +123,69 @@ def compose(asked: ConfigRequest) -> str:
     unit = asked.unit or unit_known(asked.data)
     data |= {} if unit is None else {"unit": unit}
     n = index.records if unit in (None, SINGLE) else _units(index, unit).count
+    one = "record" if unit in (None, SINGLE) else "unit"
     steps = rule.steps(n)
-    return json_text(
-        TEMPLATE, n=f"{n:,}", noun="record" if unit in (None, SINGLE) else "unit",
-        model=_model(asked, rule, start, outputs),
+    try:
+        model = _model(asked, rule, start, outputs)
+        ModelSettings.model_validate(model).resolved()
+    except SettingsError as error:
+        raise RecipeError(f"--image-size: {str(error).rstrip('.')}") from None
+    trainable, why = (asked.trainable or "all", None)
+    if asked.goal == "classify" and start is not None and asked.trainable is None:
+        trainable, why = _what_noise_leaves(asked.epsilon, model, n, f"{n:,} {one}s", rule)
+    # What is solved in one pass are features that are kept, of single records with one class each.
+    solved = trainable == "head" and one == "record" and not asked.multi_label
+    if asked.features is not None and not solved:
+        raise RecipeError(
+            "--features keeps what a frozen encoder says of single records with one class each; add --trainable head, "
+            "or leave it out"
+        )
+    text = json_text(
+        TEMPLATE, n=f"{n:,}", noun=one,
+        model=model, solved=solved, trainable=trainable,
+        features=_path(asked.features, asked.out) if asked.features else None,
         model_from="of the size of the weights" if start else "docs/models.md lists the sizes",
-        start=_path(str(_to_start_from(asked.start)), asked.out) if asked.start else None, data=data, data_means=means,
-        objective=asked.goal, epsilon=asked.epsilon, parts=rule.parts, batch_from=rule.batch_from,
-        batch=rule.batch(n), params=rule.params, schedule=rule.schedule, rate_from=rule.rate_from,
+        start=_path(str(_to_start_from(asked.start)), asked.out) if asked.start else None,
+        data=data, data_means=means,
+        objective="head" if solved else asked.goal, epsilon=asked.epsilon, delta=DELTA, parts=rule.parts,
+        batch_from=rule.batch_from, batch=rule.batch(n),
+        params=rule.params, schedule=rule.schedule, rate_from=rule.rate_from,
         passes=rule.passes, steps=steps, held_out=_path(asked.held_out, asked.out) if asked.held_out else None,
         every=math.ceil(steps / CHECKPOINTS),
     )  # fmt: skip
+    return text, why
 
 
-def told(asked: ConfigRequest) -> list[str]:
+def _what_noise_leaves(
+    epsilon: float, model: dict[str, Any], n: int, of_whom: str, rule: Rule
+) -> tuple[str, str]:  # fmt: skip
+    """All weights, if noise on them leaves something to be learned, or else the head; and the sentence that says so."""
+    built = build(ModelSettings.model_validate(model), "classify", device="meta")
+    request = PlanRequest(n, rule.batch(n), rule.steps(n), epsilon, DELTA)
+    try:
+        plan = make_plan(request)
+    except AccountingError as error:
+        raise RecipeError(f"--epsilon: {error}") from None
+    weights = sum(each.numel() for each in built.parameters())
+    ratio = noise_over_signal(plan, weights)
+    size = f"the noise on all {weights:,} weights is {ratio:.2g} times the most that {of_whom} can teach them"
+    if ratio <= USEFUL:
+        return "all", f"it trains all weights: {size} (--trainable head or lora: fewer)"
+    return "head", f"it trains the head alone: {size} (--trainable lora or all: more)"
+
+
+def told(asked: ConfigRequest, why: str | None) -> list[str]:
     """What was written comes to, for the console; an error where the dry run would refuse it."""
     config = load(asked.out, [])
-    meaning(on_this_machine(config, run_dir_of(config, asked.out)))
-    number = len(config.phases) - 1
-    phase = config.phases[number]
-    assert phase.privacy is not None
-    records = known_records(phase, f"phases.{number}")[0]
-    plan = plan_of_phase(phase, phase.privacy, records, f"phases.{number}", noise=config.run.noise)
+    found = meaning(on_this_machine(config, run_dir_of(config, asked.out))).phases[-1]
+    assert found.promise is not None
+    phase, plan = found.phase, found.promise.plan
+    steps = f"{plan.steps} step{'s' * (plan.steps != 1)}"
     lines = [
-        f"{asked.out}: {plan.steps} steps of {plan.divisor:,.0f} of n = {records:,} {noun(plan.units)}s, "
+        f"{asked.out}: {steps} of {plan.divisor:,.0f} of n = {plan.records:,} {noun(plan.units)}s, "
         f"ε = {asked.epsilon:g} at δ = {plan.delta:.3g}, which takes sigma = {plan.noise_multiplier:g}"
     ]
+    lines += [why] if why is not None else []
     if getattr(phase.data, "unit", None) is not None:
         lines.append(f"it protects {plan.unit}")
     if asked.start is None:

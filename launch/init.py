@@ -64,6 +64,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="what is protected as one: a unit that the index knows, or 'record' (default: what the index knows)",
     )  # fmt: skip
     parser.add_argument(
+        "--trainable", choices=("head", "lora", "all"),
+        help="classify: the head, of single records in one pass; low-rank adapters; or all weights (default: all, "
+        "unless the noise on all outweighs what so many records can teach at this epsilon; then the head)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--features", metavar="FOLDER",
+        help="--trainable head: where the encoder's outputs are kept, as private as the records, for later runs too "
+        "(default: in the run's secret folder)",
+    )  # fmt: skip
+    parser.add_argument(
         "--tokenizer", metavar="NAME|FILE", help="caption: see docs/sources.md (default: that of --start, else clip)"
     )
     parser.add_argument("--out", type=Path, default=Path("my.json"), metavar="FILE", help="default: my.json")
@@ -79,6 +89,11 @@ def main(argv: list[str] | None = None) -> int:
             raise RecipeError(f"{arguments.out} exists, and nothing is overwritten; name another file with --out")
         if arguments.multi_label and (arguments.goal != "classify" or arguments.label is None):
             raise RecipeError("--multi-label is for classify, and needs --label, the field that lists the classes")
+        if arguments.trainable in ("head", "lora") and (arguments.goal != "classify" or arguments.start is None):
+            raise RecipeError(
+                f"--trainable {arguments.trainable} is for classify, and needs --start, the weights of the encoder "
+                "that stays as it is"
+            )
         named = [f"--{name}" for name in ("held-out", "start") if getattr(arguments, name.replace("-", "_"))]
         if named and not arguments.public:
             raise RecipeError(
@@ -91,14 +106,14 @@ def main(argv: list[str] | None = None) -> int:
             **{name: value for name, value in vars(arguments).items() if name not in ("out", "public")},
             out=arguments.out,
         )
-        text = compose(asked)
+        text, why = compose(asked)
         try:
             with arguments.out.open("x", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise RecipeError(f"{arguments.out} cannot be written ({error.strerror}); name another --out") from None
         try:
-            lines = told(asked)
+            lines = told(asked, why)
         except BaseException:
             os.unlink(arguments.out)
             raise

@@ -43,24 +43,32 @@ class Body(nn.Module, ABC):
         return self
 
 
+def made_by_timm(named: Named, image_size: int, classes: int = 0) -> tuple[nn.Module, dict[str, Any]]:
+    """timm's module, and the arguments that make it, without the number of classes."""
+    import timm
+
+    sized = {**named.arguments, "img_size": image_size}
+    try:
+        try:
+            return timm.create_model(named.name, pretrained=False, num_classes=classes, **sized), sized
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            # It takes pictures of any size.
+            return timm.create_model(
+                named.name, pretrained=False, num_classes=classes, **named.arguments
+            ), named.arguments
+    except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
+        raise NamedError(
+            f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
+            f"({_first_line(error)}); change these."
+        ) from None
+
+
 class TimmBody(Body):
     def __init__(self, named: Named, image_size: int) -> None:
         super().__init__()
-        import timm
-
-        given = {"pretrained": False, "num_classes": 0, **named.arguments}
-        try:
-            try:
-                self.net = timm.create_model(named.name, img_size=image_size, **given)
-            except TypeError as error:
-                if "img_size" not in str(error):
-                    raise
-                self.net = timm.create_model(named.name, **given)  # it takes pictures of any size
-        except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
-            raise NamedError(
-                f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
-                f"({_first_line(error)}); change these."
-            ) from None
+        self.net = made_by_timm(named, image_size)[0]
         drop_nothing(self.net)
         self.train()
 
@@ -102,9 +110,14 @@ class HuggingFaceBody(Body):
     def forward(self, images: Tensor) -> Tensor:
         return self.net(pixel_values=images).logits
 
-    def tokens(self, images: Tensor) -> Tensor:
+    @property
+    def encoder(self) -> Any:
+        """What is below the classifier; of a model of pictures and texts, what sees."""
         net: Any = self.net
-        found = net.base_model(pixel_values=images).last_hidden_state
+        return getattr(net, "vision_model", net.base_model)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        found = self.encoder(pixel_values=images).last_hidden_state
         return _as_tokens(found, found.shape[1] if found.dim() == 4 else found.shape[-1])
 
 
@@ -139,6 +152,8 @@ class Facts:
     unused: frozenset[str]
     statistics: str | None
     """The first layer that normalises by stored statistics, which only trained weights have."""
+    patch: int
+    """Side of the patches that a transformer cuts a picture into; 1 if it says none."""
 
 
 @lru_cache(maxsize=64)
@@ -190,7 +205,15 @@ def _measured(
         gradients = torch.autograd.grad(found.sum(), list(named_parameters.values()), allow_unused=True)
     unused = [name for name, gradient in zip(named_parameters, gradients, strict=True) if gradient is None]
     stored = next((path for path, part in body.net.named_modules() if keeps_statistics(part)), None)
-    return Facts(found.shape[-1], frozenset(unused), stored)
+    return Facts(found.shape[-1], frozenset(unused), stored, _patch_of(body.net))
+
+
+def _patch_of(net: Any) -> int:
+    config = getattr(net, "config", None)
+    said = getattr(getattr(net, "patch_embed", None), "patch_size", None)  # timm
+    said = getattr(getattr(config, "vision_config", config), "patch_size", None) if said is None else said
+    said = said[0] if isinstance(said, list | tuple) and said else said
+    return said if isinstance(said, int) and said > 0 else 1
 
 
 def _first_line(error: Exception) -> str:

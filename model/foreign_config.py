@@ -13,7 +13,7 @@ from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
-from murmuration.model.settings import Shape
+from murmuration.model.settings import Head, Shape
 
 EPSILON = 1e-6
 """Epsilon of our LayerNorm; Hugging Face's default is another one."""
@@ -102,12 +102,15 @@ def hugging_face_config(model: Model, class_names: Sequence[str]) -> dict[str, A
         return told | _autoencoder(shape)
     if isinstance(model, Captioner):
         return told | {"architectures": ["ViTModel"], "pooler_act": "linear"}
-    names = list(class_names) or [f"LABEL_{number}" for number in range(shape.head.classes)]
-    return told | {
-        "architectures": ["ViTForImageClassification"],
+    return told | {"architectures": ["ViTForImageClassification"], **hugging_face_classes(shape.head, class_names)}
+
+
+def hugging_face_classes(head: Head, class_names: Sequence[str]) -> dict[str, Any]:
+    names = list(class_names) or [f"LABEL_{number}" for number in range(head.classes)]
+    return {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        "problem_type": "single_label_classification" if shape.head.loss == "softmax" else "multi_label_classification",
+        "problem_type": "single_label_classification" if head.loss == "softmax" else "multi_label_classification",
     }
 
 

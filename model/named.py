@@ -17,6 +17,7 @@ Library = Literal["timm", "hf", "torchvision"]
 LIBRARIES: tuple[Library, ...] = ("timm", "hf")
 """Those whose encoders can be trained."""
 TITLES: dict[Library, str] = {"timm": "timm", "hf": "Hugging Face", "torchvision": "torchvision"}
+TOWER = "_vision_model"
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 _START = 'start from weights by a phase with data.source "checkpoint"'
 # Arguments that other keys of the config decide.
@@ -85,6 +86,11 @@ def pretrained_of(name: str) -> dict[str, Any]:
     """What timm states for a name: picture size, mean, deviation, how its head is called."""
     import timm
 
+    if ":" in name or "/" in name:
+        raise NamedError(
+            f"model.name {name!r:.80} is a place of weights, and nothing is downloaded; save them by "
+            "timm.models.save_for_hf, set model.name to their architecture, and start from the folder"
+        )
     plain, _, tag = name.partition(".")
     if not timm.is_model(plain):
         close = difflib.get_close_matches(plain, timm.list_models(), n=3, cutoff=0.4)
@@ -105,7 +111,7 @@ def statistics_of(library: Library, name: str) -> dict[str, Any] | None:
     if library == "timm":
         return pretrained_of(name)
     path = Path(name) / PREPROCESSOR
-    return _object(path) if path.is_file() else None
+    return json_object(path) if path.is_file() else None
 
 
 def _listed(names: list[str]) -> str:
@@ -116,17 +122,25 @@ def _config(name: str, args: dict[str, Any]) -> dict[str, Any]:
     if "model_type" in args:  # of a checkpoint or an export, which have the whole config
         return args
     path = Path(name) / CONFIG
-    found = _object(path) if path.is_file() else {}
+    found = json_object(path) if path.is_file() else {}
     if not isinstance(found.get("model_type"), str):
         why = "names no model_type" if found else "does not exist"
         raise NamedError(f"{path} {why}; set model.name to a folder with a model in Hugging Face's layout")
-    return {key: value for key, value in found.items() if key not in LEFT_OUT} | args
+    found = {key: value for key, value in found.items() if key not in LEFT_OUT}
+    if is_tower(found):  # transformers has image classifiers of the whole model alone
+        found = {"model_type": found["model_type"].removesuffix(TOWER), "vision_config": found}
+    return found | args
+
+
+def is_tower(config: dict[str, Any]) -> bool:
+    """Whether it is the part that sees of a model of pictures and texts, saved without the other."""
+    return str(config.get("model_type")).endswith(TOWER)
 
 
 def side_of(name: str, args: dict[str, Any]) -> int:
     """The side of the pictures that the folder's preprocessing makes, or else that of the model."""
     path = Path(name) / PREPROCESSOR
-    told = _object(path) if path.is_file() else {}
+    told = json_object(path) if path.is_file() else {}
     cropped = told.get("crop_size") if told.get("do_center_crop") else None
     for size in (cropped, told.get("size"), args.get("image_size"), args.get("vision_config", {}).get("image_size")):
         if isinstance(size, dict):
@@ -138,7 +152,7 @@ def side_of(name: str, args: dict[str, Any]) -> int:
     return 224
 
 
-def _object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from murmuration.model.body import Body, TimmBody
+from murmuration.model.body import Body, HuggingFaceBody, TimmBody
 from murmuration.model.fill import WeightEntries, WeightEntry
 from murmuration.model.load_report import LoadReport, WeightsError
-from murmuration.model.named import Named, pretrained_of
+from murmuration.model.named import CONFIG, Named, is_tower, json_object, pretrained_of
 from murmuration.model.weight_files import export_note, read_weights
 
 OURS = ("body.", "head.", "decoder", "text_")
@@ -56,18 +56,20 @@ def _filtered(state: dict[str, Tensor], net: nn.Module, report: LoadReport) -> M
         ) from None
 
 
-def hugging_face_entries(path: Path, body: Body, named: Named, report: LoadReport) -> WeightEntries:
-    from transformers.models.auto.modeling_auto import AutoModelForImageClassification
+def hugging_face_entries(path: Path, body: HuggingFaceBody, named: Named, report: LoadReport) -> WeightEntries:
     from transformers.utils import logging
 
-    config: Any = body.net.config
+    tower = (path / CONFIG).is_file() and is_tower(json_object(path / CONFIG))
+    net: Any = body.encoder if tower else body.net
+    # On the meta device there is nothing to fill: names and shapes are compared.
+    header = next(net.parameters()).is_meta
     told_before, shown_before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # our own report says what becomes of each tensor
     logging.disable_progress_bar()
     try:
-        theirs, told = AutoModelForImageClassification.from_pretrained(
-            path, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True,
+        theirs, told = type(net).from_pretrained(
+            None if header else path, config=net.config, state_dict=read_weights(path, True) if header else None,
+            local_files_only=True, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:
         raise WeightsError(f"{path} cannot be read as {named} ({str(error)[:160]}); name its folder.") from None
@@ -77,7 +79,8 @@ def hugging_face_entries(path: Path, body: Body, named: Named, report: LoadRepor
             logging.enable_progress_bar()
     state = dict(theirs.state_dict())
     gone = {*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])}
-    state = {key: tensor for key, tensor in state.items() if key not in gone}
+    prefix = "vision_model." if tower else ""
+    state = {prefix + key: tensor for key, tensor in state.items() if key not in gone}
     found = {
         f"head.{end}": WeightEntry(state.pop(f"classifier.{end}"), (f"classifier.{end}",))
         for end in ("weight", "bias")
@@ -91,14 +94,14 @@ def entries_of(path: Path, model: nn.Module, report: LoadReport) -> WeightEntrie
     body: Any = model.body
     named: Named = model.shape.named  # pyright: ignore
     if isinstance(body, TimmBody):
-        return timm_entries(read_weights(path), body, named, report)
+        return timm_entries(read_weights(path, next(body.parameters()).is_meta), body, named, report)
     folder = path if path.is_dir() else path.parent
     return hugging_face_entries(folder, body, named, report)
 
 
 def is_foreign(path: Path) -> bool:
     """Whether nothing beside or in the file says that it is one of ours."""
-    return not export_note(path) and not is_ours(read_weights(path))
+    return not export_note(path) and not is_ours(read_weights(path, header=True))
 
 
 def _entries(state: Mapping[str, Tensor], body: Body, named: Named, report: LoadReport) -> WeightEntries:

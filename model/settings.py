@@ -357,6 +357,17 @@ class ModelSettings(BaseModel):
         preset = Preset(Stack(near, 1, 1), Stack(near, 6, near // 64), Stack(512, 4, 16))
         return replace(self._shape(preset, resnet=None), encoder=Stack(width, 1, 1), named=named)
 
+    def cropped(self) -> int:
+        """Pixels at the edge that no patch of an encoder by name holds, though its library states no such size."""
+        from murmuration.model.body import facts_of
+
+        named = self.resolved().named
+        if named is None:
+            return 0
+        given = {"family": self.family, "name": self.name, "model_args": self.model_args}
+        stated = completed(given)["image_size"]
+        return 0 if self.image_size == stated else self.image_size % facts_of(named, self.image_size).patch
+
     def stored_statistics(self) -> str | None:
         """The first layer of an encoder by name that normalises by statistics which came with its weights."""
         from murmuration.model.body import facts_of

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from murmuration.accounting.errors import RunError
 from murmuration.model.build import normal_draw
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
@@ -25,6 +26,10 @@ from murmuration.model.statistics_head import StatisticsHead, solved_state
 
 Trainable = Literal["all", "head", "bias", "lora", "statistics"]
 DOWN, UP = "lora_down", "lora_up"
+
+
+class TrainableError(RunError, ValueError):
+    """The model has no such part to train; one sentence that names the fix."""
 
 
 class LowRankLinear(nn.Linear):
@@ -68,7 +73,7 @@ def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str
         case "statistics":
             keep = add_statistics(model)
         case _:
-            raise ValueError(
+            raise TrainableError(
                 f'there is no trainable "{trainable}"; choose "all", "head", "bias", "lora" or "statistics".'
             )
     for name, parameter in model.named_parameters():
@@ -88,7 +93,7 @@ def head_of(model: nn.Module) -> str:
         return "decoder_pred_text"
     if isinstance(model, MaskedAutoencoder):
         return "decoder_pred"
-    raise ValueError(f'{type(model).__name__} has no known head; train it with trainable = "all".')
+    raise TrainableError(f'{type(model).__name__} has no known head; train it with trainable = "all".')
 
 
 @torch.no_grad()
@@ -99,14 +104,14 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
     """
     body = "body" if isinstance(model, NamedClassifier | NamedCaptioner) else "blocks"
     if not isinstance(model, Encoder | NamedClassifier):
-        raise ValueError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
+        raise TrainableError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
     adapted_part, names = model.get_submodule(body), set[str]()
     for path, layer in list(adapted_part.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
         if not isinstance(layer, LowRankLinear):
             if not 0 < rank < min(layer.in_features, layer.out_features):
-                raise ValueError(
+                raise TrainableError(
                     f"rank {rank} is not between 1 and {min(layer.in_features, layer.out_features) - 1}, below the "
                     f"sizes of {body}.{path}; choose 8, for example."
                 )
@@ -117,13 +122,17 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
             parent, _, own = path.rpartition(".")
             setattr(adapted_part.get_submodule(parent), own, adapted)
         names |= {f"{body}.{path}.{DOWN}", f"{body}.{path}.{UP}"}
+    if not names:
+        raise TrainableError(f"{model.shape.named} has no linear layer to adapt; choose another `trainable`.")
     return names
 
 
 def add_statistics(model: nn.Module) -> set[str]:
     """Replaces a classifier's head by one that is solved from sums; returns the names of the sums."""
     if not isinstance(model, Classifier):
-        raise ValueError(f"{type(model).__name__} predicts no classes; only a classifier's head is solved from sums.")
+        raise TrainableError(
+            f"{type(model).__name__} predicts no classes; only a classifier's head is solved from sums."
+        )
     if not isinstance(model.head, StatisticsHead):
         model.head = StatisticsHead(model.head)
     return {"head.gram", "head.cross"}

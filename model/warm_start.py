@@ -35,7 +35,8 @@ IMAGENET_PIXELS = (OWN, DP_CAP, VIP_MAE)
 
 
 def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | None = None) -> LoadReport:
-    """Fill `model` from a file or an export's folder.
+    """Fill `model` from a file or an export's folder. If it is on the meta device, only names and shapes are read, of
+    safetensors, and refused as they would be.
 
     `take_head`: whether to take a classifier's head from the file, if it has as many classes; None takes it only from
     this project's exports, since a head for other classes is worse than the initial one.
@@ -45,7 +46,8 @@ def initialise_from(model: nn.Module, path: Path | str, *, take_head: bool | Non
     if isinstance(body, Body) and is_foreign(path):
         report = LoadReport(str(path))
         return _filled(model, entries_of(path, model, report), report, take_head)
-    return initialise_with(model, read_weights(path), export_note(path), take_head=take_head)
+    header = next(model.parameters()).is_meta
+    return initialise_with(model, read_weights(path, header), export_note(path), take_head=take_head)
 
 
 def initialise_with(

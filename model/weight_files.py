@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,9 +27,12 @@ WRAPPERS = ("module.", "_module.", "_orig_mod.", "model.")
 NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
-def read_weights(path: Path | str) -> dict[str, Tensor]:
+def read_weights(path: Path | str, header: bool = False) -> dict[str, Tensor]:
     """The state dict in a file of `torch.save` or safetensors, or in a folder with `model.safetensors` or
-    `pytorch_model.bin`."""
+    `pytorch_model.bin`.
+
+    `header`: of safetensors, only names and shapes are read; the tensors are zeros that take no memory.
+    """
     path = Path(path)
     if path.is_dir():
         found = [path / name for name in NAMES if (path / name).is_file()]
@@ -38,7 +41,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         path = found[0]
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; correct the path of the weights.")
-    return flat(_load(path), str(path))
+    return flat(_load(path, header), str(path))
 
 
 def export_note(path: Path | str) -> dict[str, Any]:
@@ -89,11 +92,20 @@ def _not_run(path: Path, what: str) -> str:
     return f"{path} contains {what}, which was not run; save only its state dict, by torch.save or as safetensors."
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path, header: bool) -> Any:
     if path.suffix != ".safetensors":
         return load_plain(path)
     try:
-        return load_file(path)
+        if not header:
+            return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: torch.zeros((), dtype=torch.float32 if "F" in entry.get_dtype() else torch.int64).expand(
+                    entry.get_shape()
+                )
+                for name, entry in entries.items()
+            }
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is not a complete safetensors file ({error}); fetch it again.") from None
 

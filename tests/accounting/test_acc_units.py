@@ -51,7 +51,7 @@ def test_ledger_certificate_and_pages_name_the_unit(tmp_path: Path) -> None:
     assert verify(tmp_path).certified == document["claim"]["epsilon"]
     for page in (markdown(document), html_page(document)):
         assert "the mean over at most 4 of its records" in page and "10 units of one person" in page
-        assert "records of one person" not in page and "this one record" not in page
+        assert "units.rows" not in page and "records of one person" not in page and "this one record" not in page
     assert 'unit: "one unit (all records' in model_card(document)
     loss = registry_entry(document)["deployment"]["privacy_loss"]
     assert loss["privacy_unit"] == "User-level" and "patient_id" in loss["privacy_unit_description"]

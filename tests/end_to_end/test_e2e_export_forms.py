@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +24,7 @@ from murmuration.model.released import load_dpcap, load_vip_mae
 from murmuration.model.weight_files import read_weights
 from murmuration.train.commands import export
 from tests.support.evaluation_world import class_folders, class_list, shards, tokenizer
-from tests.support.foreign_models import ENCODER
+from tests.support.foreign_models import ENCODER, TIMM_TOYS
 from tests.support.launching import ROOT, Launch
 
 COLOURS = {"blue", "green", "grey", "red", "white"}
@@ -144,6 +146,55 @@ def test_the_packages_alone_compute_what_our_model_computes(root: Path) -> None:
     same("pooled", tokens["caption"][:, 0])
     assert found["told mae"] == found["told caption"] == [], "every tensor has its place"
     assert found["words"] == models["caption"].text.words("a photo of a red square")
+
+
+def test_an_encoder_of_timm_with_adapters_after_an_export_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_folder(class_folders(tmp_path / "private", 4))
+    build_folder(class_folders(tmp_path / "public", 2, seed=100))
+    name, sizes = TIMM_TOYS["timm dinov2"]
+    given = config("classify", tmp_path)
+    own = {key: value for key, value in sizes.items() if key != "img_size"}
+    given["model"] = {"family": "timm", "name": name, "model_args": own, "image_size": 56, "classes": 5}
+    given["phases"][0] |= {"trainable": "lora", "steps": 2}
+    job, run_dir = Launch.written(given, tmp_path, "named", launcher="python")
+    code, output = job.run()
+    assert code == 0, output
+
+    def killed(*_: object) -> None:
+        os._exit(9)
+
+    monkeypatch.setattr("murmuration.train.export.export.write_card", killed)
+    child = os.fork()
+    if not child:
+        exported(monkeypatch, run_dir, tmp_path / "timm", "--form", "timm")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and (tmp_path / "timm").is_dir()
+    monkeypatch.undo()
+    model = murmuration.load(run_dir)
+    images = model.see(sorted((tmp_path / "public").rglob("*.png"))[:6])
+    for form in ("timm", "peft"):
+        assert exported(monkeypatch, run_dir, tmp_path / form, "--form", form) == 0
+        assert {path.name for path in (tmp_path / form).iterdir()} >= {"README.md", "certificate.json"}
+        assert not (tmp_path / form / ".part").exists()
+    attached = verify(tmp_path / "peft").attached
+    assert attached is not None and any(each.startswith("adapter_model.safetensors holds") for each in attached.checked)
+    close = {"rtol": 0, "atol": 1e-5}
+    torch.testing.assert_close(
+        timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()(images), model(images), **close
+    )
+    # Rank 8 beside query-key-value (32 to 96), the projection (32 to 32) and both layers of the MLP (32 to 128), twice.
+    trained = 2 * 8 * (32 + 96 + 32 + 32 + 2 * (32 + 128)) + 5 * 33
+    parameters = sum(each.numel() for each in model.parameters())
+    page = (tmp_path / "timm" / "README.md").read_text()
+    assert f'{name}"; pictures of 56 pixels; {parameters:,} parameters' in page
+    assert f"trained {trained:,} weights" in page
+    assert "PeftModel.from_pretrained(base" in (tmp_path / "peft" / "README.md").read_text()
+    assert exported(monkeypatch, run_dir, tmp_path / "timm", "--form", "timm") == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+    assert exported(monkeypatch, tmp_path / "private", tmp_path / "private" / "x") == 2
+    assert "name the run directory of a finished run" in capsys.readouterr().err
 
 
 def test_published_files_are_read_back_bit_by_bit(root: Path) -> None:

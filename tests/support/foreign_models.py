@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from timm.layers.norm_act import GroupNormAct
 from timm.layers.std_conv import StdConv2d
+from timm.models import save_for_hf
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    ConvNextConfig,
+    ConvNextModel,
+    Dinov2Config,
+    Dinov2Model,
+    SiglipConfig,
+    SiglipModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    SwinConfig,
+    SwinModel,
+    ViTConfig,
+    ViTForImageClassification,
+)  # fmt: skip
 
 from murmuration.model.build import build
 from murmuration.model.captioner import Captioner
@@ -65,3 +85,42 @@ def timm_bit() -> nn.Module:
 
 def resnet() -> Classifier:
     return build(ModelSettings(family="classifier", classes=5, image_size=16, width=8, stages=(1, 1)), "classify")
+
+
+VIT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER: dict[str, Any] = {**VIT, "intermediate_size": 64, "image_size": 56, "patch_size": 14}
+TEXT: dict[str, Any] = {**VIT, "intermediate_size": 64, "vocab_size": 99, "max_position_embeddings": 9}
+HF_TOYS: dict[str, tuple[Any, Any]] = {
+    "dinov2": (Dinov2Model, Dinov2Config(**VIT, image_size=56, patch_size=14)),
+    "swin": (SwinModel, SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 4], image_size=56, window_size=7)),
+    "clip": (CLIPModel, CLIPConfig(text_config=TEXT, vision_config=TOWER, projection_dim=16)),
+    "clip vision": (CLIPVisionModel, CLIPVisionConfig(**TOWER)),
+    "siglip": (SiglipModel, SiglipConfig(text_config=TEXT, vision_config=TOWER)),
+    "siglip vision": (SiglipVisionModel, SiglipVisionConfig(**TOWER)),
+    "convnext": (ConvNextModel, ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, image_size=56)),
+}
+TIMM_VIT: dict[str, Any] = {"img_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}
+SWIN: dict[str, Any] = {"img_size": 56, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)}
+TIMM_TOYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "timm dinov2": ("vit_small_patch14_dinov2.lvd142m", TIMM_VIT),
+    "timm eva": ("eva02_tiny_patch14_224", TIMM_VIT),
+    "timm clip": ("vit_base_patch16_clip_224", {**TIMM_VIT, "patch_size": 14}),
+    "timm siglip": ("vit_base_patch16_siglip_224", {**TIMM_VIT, "patch_size": 14}),
+    "timm swin": ("swin_tiny_patch4_window7_224", SWIN),
+    "timm convnext": ("convnext_atto", {"dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1)}),
+}
+
+
+def library_folder(folder: Path, kind: str) -> Path:
+    """A toy of an architecture that is none of ours, saved by its own library."""
+    torch.manual_seed(0)
+    if kind in TIMM_TOYS:
+        name, sizes = TIMM_TOYS[kind]
+        save_for_hf(
+            timm.create_model(name, num_classes=0, **sizes), str(folder), model_args=sizes, safe_serialization=True
+        )
+        return folder
+    make, config = HF_TOYS[kind]
+    make(config).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    return folder

@@ -36,7 +36,8 @@ HARMFUL: dict[str, Any] = {
     "gradient_allreduce_op": "mean", "managed_gradient_accumulation": True, "sparse_gradients": True,
     "tensorboard": {"enabled": True}, "wandb": {"enabled": True}, "comet": {"enabled": True},
     "csv_monitor": {"enabled": True}, "dump_state": True, "data_efficiency": {"enabled": True},
-    "curriculum_learning": {"enabled": True}, "compression_training": {"weight_quantization": {}},
+    "run.report_to": "wandb", "curriculum_learning": {"enabled": True},
+    "compression_training": {"weight_quantization": {}},
     "elasticity": {"enabled": True}, "zenflow": {}, "zero_optimization.overlap_comm": True,
     "zero_optimization.round_robin_gradients": True, "zero_optimization.stage": 4,
     "zero_optimization.offload_optimizer.ratio": 0.5, "zero_optimization.offload_param": {"device": "cpu"},
@@ -438,8 +439,11 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, message:
 
 
 def test_a_path_that_is_no_config_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no config file"):
+    with pytest.raises(ConfigError, match=r"there is no config file .*; write one by"):
         load(tmp_path / "none.json", [])
+    (tmp_path / "c.yaml").write_text("model:\n  family: mae\n")
+    with pytest.raises(ConfigError, match="configs are JSON, not YAML"):
+        load(tmp_path / "c.yaml", [])
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "binary.json"):
         with pytest.raises(ConfigError):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from timm.models import save_for_hf
 from torch import nn
-from transformers import ConvNextConfig, ConvNextModel, Dinov2Config, Dinov2Model, SwinConfig, SwinModel
 
 from murmuration.data.index.shard_index import build
 from murmuration.evaluation.models.subject import Subject
@@ -28,9 +26,9 @@ from murmuration.model.warm_start import initialise_from
 from murmuration.train.commands.train import main as train
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.load import load, parse_with_comments
-from murmuration.train.config.root import Config
+from murmuration.train.config.root import Config, Phase
 from murmuration.train.recipe.warm_start import WarmStart
-from tests.support.foreign_models import hugging_face, timm_vit
+from tests.support.foreign_models import HF_TOYS, TIMM_TOYS, hugging_face, library_folder, timm_vit
 
 RECORDS = 60
 NAMES = ["zebra", "class-of-one", "ostrich"]
@@ -103,7 +101,18 @@ def test_a_classifier(
     held_out = packed(tmp_path / "held", cls=lambda number: NAMES[2])
     out = tmp_path / "my.json"
     config = written(
-        "classify", labelled, out, "--held-out", str(held_out), "--epsilon", "3", "--start", str(weights), "--public"
+        "classify",
+        labelled,
+        out,
+        "--held-out",
+        str(held_out),
+        "--epsilon",
+        "3",
+        "--start",
+        str(weights),
+        "--public",
+        "--trainable",
+        "all",
     )
     assert "your word" in capsys.readouterr().out
     assert train(["--config", str(out), "--dry-run"]) == 0
@@ -114,6 +123,34 @@ def test_a_classifier(
     assert phase.privacy.expected_batch == round(RECORDS * 1000 / 50_000)
     assert phase.steps * phase.privacy.expected_batch == pytest.approx(5 * RECORDS, abs=1)
     assert phase.evaluation is not None and phase.evaluation.path == str(held_out)
+
+
+def test_what_is_trained_follows_from_records_budget_and_model(
+    tmp_path: Path, labelled: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(*more: str) -> Phase:
+        (tmp_path / "my.json").unlink(missing_ok=True)
+        return written("classify", labelled, tmp_path / "my.json", "--start", str(weights), "--public", *more).phases[1]
+
+    phase, said = made("--epsilon", "3"), capsys.readouterr().out
+    assert (phase.trainable, phase.steps) == ("statistics", 1) and phase.features is not None
+    size = sum(each.numel() for each in timm_vit(num_classes=len(NAMES)).parameters())
+    assert f"it trains the head alone: the noise on all {size:,} weights" in said and f"{RECORDS} records" in said
+    ratio = float(re.search(r"is (\S+) times the most", said)[1])  # pyright: ignore
+    written("classify", labelled, tmp_path / "all.json", "--epsilon", "3", "--trainable", "all")
+    sigma = float(re.search(r"sigma = (\S+)", capsys.readouterr().out)[1])  # pyright: ignore
+    assert ratio == pytest.approx(sigma * size**0.5 / 300**0.5, rel=0.05), "300 steps of one record"
+    assert made("--features", str(tmp_path / "kept")).features.folder == str(tmp_path / "kept")  # pyright: ignore
+    capsys.readouterr()
+    phase, said = made("--trainable", "lora"), capsys.readouterr().out
+    assert (phase.trainable, phase.steps) == ("lora", 300) and "it trains" not in said
+    monkeypatch.setattr("murmuration.launch.first_config.USEFUL", ratio + 1)
+    assert made("--epsilon", "3").trainable == "all" and "it trains all weights" in capsys.readouterr().out
+    asked = ("classify", "--data", str(labelled), "--out", str(tmp_path / "no.json"))
+    assert "needs --start" in refused(capsys, *asked, "--trainable", "head")
+    started = (*asked, "--start", str(weights), "--public")
+    assert "add --trainable head" in refused(capsys, *started, "--trainable", "all", "--features", "x")
+    assert "--epsilon" in refused(capsys, *started, "--epsilon", "-1")
 
 
 def test_nothing_of_the_records_but_their_number_is_in_the_file(
@@ -151,32 +188,6 @@ def test_weights_to_start_from_give_the_model_its_shape(tmp_path: Path, labelled
     assert config.phases[0].data.source == "checkpoint" and config.phases[1].privacy is not None
 
 
-def library_folder(folder: Path, kind: str) -> Path:
-    """A toy of an architecture that is none of ours, saved by its own library."""
-    torch.manual_seed(0)
-    if kind in TIMM_TOYS:
-        name, sizes = TIMM_TOYS[kind]
-        save_for_hf(timm.create_model(name, num_classes=0, **sizes), str(folder), model_args=sizes)
-        return folder
-    make, config = HF_TOYS[kind]
-    make(config).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
-    return folder
-
-
-VIT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-HF_TOYS: dict[str, tuple[Any, Any]] = {
-    "dinov2": (Dinov2Model, Dinov2Config(**VIT, image_size=56, patch_size=14)),
-    "swin": (SwinModel, SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[2, 4], image_size=56, window_size=7)),
-    "convnext": (ConvNextModel, ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, image_size=56)),
-}
-TIMM_TOYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "timm dinov2": ("vit_small_patch14_dinov2.lvd142m", {"img_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}),
-    "timm eva": ("eva02_tiny_patch14_224", {"img_size": 56, "embed_dim": 32, "depth": 2, "num_heads": 2}),
-    "timm convnext": ("convnext_atto", {"dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1)}),
-}
-
-
 @pytest.mark.parametrize("kind", [*HF_TOYS, *TIMM_TOYS])
 def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     tmp_path: Path, labelled: Path, kind: str
@@ -185,7 +196,10 @@ def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     config = written("classify", labelled, tmp_path / "my.json", "--start", str(folder), "--public")
     start, shape = config.phases[0].data, config.model.resolved()
     assert isinstance(start, CheckpointData) and shape.named is not None and shape.head.classes == len(NAMES)
-    stated = {"timm convnext": "imagenet", "timm dinov2": "imagenet", **dict.fromkeys(HF_TOYS, "half")}
+    stated = {
+        "timm convnext": "imagenet", "timm dinov2": "imagenet", "timm swin": "imagenet", "timm siglip": "half",
+        **dict.fromkeys(HF_TOYS, "half"),
+    }  # fmt: skip
     pixels = config.model.pixels
     assert pixels == stated[kind] if kind in stated else pixels.mean == (0.48145466, 0.4578275, 0.40821073)  # pyright: ignore
     model = build_model(config.model, "classify")
@@ -196,10 +210,29 @@ def test_an_encoder_of_a_library_is_named_and_computes_what_it_computes_there(
     pictures = torch.randn(2, 3, shape.image_size, shape.image_size)
     with torch.no_grad():
         found, expected = model.eval().features(pictures), theirs.model.features(pictures)  # pyright: ignore
+        if kind.startswith(("clip", "siglip")):  # transformers' classifiers read the mean of the patches
+            tokens: Any = theirs.model.net(pixel_values=pictures).last_hidden_state  # pyright: ignore
+            expected = tokens[:, kind.startswith("clip") :].mean(dim=1)
     assert expected.std() > 1e-3
     # DINOv2's classifier in transformers reads the patches' mean behind the class token, its plain model has the token.
     torch.testing.assert_close(found[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5)
     assert found.shape[1] == expected.shape[1] * (1 + (kind == "dinov2"))
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "siglip vision", "timm swin"])
+def test_a_dry_run_reads_names_and_shapes_of_the_weights_alone(
+    tmp_path: Path, labelled: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ("--start", str(library_folder(tmp_path / "weights", kind)), "--public")
+    written("classify", labelled, tmp_path / "my.json", *start)
+    dry = ["--config", str(tmp_path / "my.json"), "--dry-run"]
+    with monkeypatch.context() as patch:
+        patch.setattr("murmuration.model.weight_files.load_file", None)
+        assert train(dry) == 0
+    other = library_folder(tmp_path / "other", "convnext" if kind in HF_TOYS else "timm convnext")
+    capsys.readouterr()
+    assert train([*dry, "--set", f"phases.0.data.path={other}"]) == 2
+    assert "phases.0.data.path" in (said := capsys.readouterr().err) and "set model.name" in said
 
 
 def test_an_encoder_of_a_library_is_no_autoencoder(
@@ -243,6 +276,16 @@ def test_what_cannot_be_meant_is_refused(
     )
     assert "epsilon" in refused(capsys, "mae", "--data", str(captioned), "--epsilon", "-1", *out)
     assert not (tmp_path / "my.json").exists()
+    folder = str(library_folder(tmp_path / "weights", "dinov2"))
+    capsys.readouterr()
+    started = ("classify", "--data", str(labelled), "--start", folder, "--public", *out)
+    assert "8 pixels at the edge that are in no patch" in refused(capsys, *started, "--image-size", "50")
+    started = ("classify", "--data", str(labelled), "--public", *out, "--trainable", "lora", "--start")
+    convnext = str(library_folder(tmp_path / "convnext", "timm convnext"))
+    assert 'timm\'s "convnext_atto" has no linear layer' in refused(capsys, *started, convnext)
+    vit = ("--start", str(saved(tmp_path / "vit", "timm")))
+    told = refused(capsys, "mae", "--data", str(captioned), *vit, "--public", *out, "--image-size", "15")
+    assert "--image-size: model.image_size 15 is not divisible" in told
     (tmp_path / "my.json").write_text("mine")
     assert "nothing is overwritten" in refused(capsys, "mae", "--data", str(captioned), *out)
     assert (tmp_path / "my.json").read_text() == "mine"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,10 +18,13 @@ from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import contribution_in_words
 from murmuration.model.build import build
+from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import Shape
 from murmuration.model.trainable import select
+from murmuration.model.warm_start import initialise_from
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config, Phase
+from murmuration.train.config.section import RecipeError
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.memory import GIB, memory_of, simulation, weights_of
@@ -34,6 +38,7 @@ from murmuration.train.recipe.ready_phase import (
     with_steps,
 )
 from murmuration.train.recipe.record_names import names_at_hand
+from murmuration.train.recipe.warm_start import EXPORTED
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,23 @@ class Meaning:
 def meaning(config: Config) -> Meaning:
     shape = resolve_shape(config)
     check_at_hand(config, shape.head.classes)
+    _check_starts(config, shape)
     return Meaning(config, shape, [_of_phase(config, shape, *numbered) for numbered in enumerate(config.phases)])
+
+
+def _check_starts(config: Config, shape: Shape) -> None:
+    """Whether weights that are at hand fit the model, by the names and shapes in the header of their file."""
+    for number, (phase, following) in enumerate(itertools.pairwise(config.phases)):
+        if not isinstance(phase.data, CheckpointData) or not following.trains:
+            continue
+        path = Path(phase.data.path)
+        file = path / EXPORTED if path.is_dir() else path
+        if file.suffix != ".safetensors" or not file.is_file():
+            continue
+        try:
+            initialise_from(build(shape, following.objective, device="meta"), path)
+        except WeightsError as error:
+            raise RecipeError(f"phases.{number}.data.path: {str(error).rstrip('.')}") from None
 
 
 def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseMeaning:

@@ -19,15 +19,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, help="a folder that does not exist yet, outside the run directory")
     parser.add_argument("--best", action="store_true", help="the best checkpoint by run.keep_best, not the last one")
     parser.add_argument(
-        "--form", choices=("safetensors", "pytorch", "deepspeed", "timm", "hf", "vip", "dpcap"), default="safetensors",
+        "--form", choices=("safetensors", "pytorch", "deepspeed", "timm", "hf", "peft", "vip", "dpcap"),
+        default="safetensors",
         help="safetensors (default), pytorch and deepspeed: all weights, as evaluate, use and later runs read them; "
-        "timm, hf: a folder that timm or transformers loads; vip, dpcap: a file as published with these papers",
+        "timm, hf: a folder that timm or transformers loads; peft: low-rank adapters; vip, dpcap: a file as published "
+        "with these papers",
     )  # fmt: skip
     parser.add_argument(
-        "--averaged", action="store_true", help="of timm, hf, vip and dpcap: the averages of the weights"
+        "--averaged", action="store_true", help="of timm, hf, peft, vip and dpcap: the averages of the weights"
     )
     parser.add_argument(
-        "--licence", default="unknown", help='for the model card of timm, hf, vip and dpcap: apache-2.0, "other", …'
+        "--licence",
+        default="unknown",
+        help='for the model card of timm, hf, peft, vip and dpcap: apache-2.0, "other", …',
     )
     parser.add_argument(
         "--from-deepspeed", action="store_true", help="import: RUN_DIR is a checkpoint folder that DeepSpeed wrote"

@@ -44,9 +44,10 @@ def load(path: Path, overrides: list[str]) -> Config:
     try:
         raw = parse_with_comments(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; name one of ds_configs/*.json") from None
+        raise ConfigError(f"there is no config file {path}; write one by launch/init.py") from None
     except JsonError as error:
-        raise ConfigError(printable(f"{path} {error}")) from None
+        yaml = "; configs are JSON, not YAML" if path.suffix in (".yaml", ".yml") else ""
+        raise ConfigError(printable(f"{path} {error}{yaml}")) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     if not isinstance(raw, dict):

@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "wandb": (_enabled, "DeepSpeed would publish private losses; the trainer writes tb/public and tb/private"),
     "comet": (_enabled, "DeepSpeed would publish private losses; the trainer writes tb/public and tb/private"),
     "csv_monitor": (_enabled, "DeepSpeed would publish private losses; the trainer writes tb/public and tb/private"),
+    "run.report_to": (
+        _always,
+        "the trainer calls no tracker; leave it out, and send RUN_DIR/tb/public to one, as docs/monitor.md shows",
+    ),
     "dump_state": (_always, "it prints internal state that depends on private data"),
     "data_efficiency": (_enabled, "it replaces the Poisson sampler, and the accounting holds for that sampler only"),
     "curriculum_learning": (_enabled, "it changes which records take part, and the accounting would not know"),

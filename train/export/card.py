@@ -67,18 +67,22 @@ def _task(finished: Finished) -> str:
 def _what(finished: Finished) -> str:
     shape = finished.model.shape
     tensors = sum(parameter.numel() for parameter in finished.model.parameters())
-    body = (
-        f"BiT's ResNet, {shape.encoder.width} features"
-        if shape.resnet is not None
-        else f"vision transformer of {shape.encoder.depth} blocks, width {shape.encoder.width}, {shape.encoder.heads} "
-        f"heads, patches of {shape.patch_size} pixels"
-    )
+    if shape.named is not None:
+        body = str(shape.named)
+    elif shape.resnet is not None:
+        body = f"BiT's ResNet, {shape.encoder.width} features"
+    else:
+        body = (
+            f"vision transformer of {shape.encoder.depth} blocks, width {shape.encoder.width}, {shape.encoder.heads} "
+            f"heads, patches of {shape.patch_size} pixels"
+        )
     if isinstance(finished.model, Classifier):
         kind = f"classifier of {shape.head.classes} classes"
     else:
         kind = "image captioner" if isinstance(finished.model, Captioner) else "masked autoencoder"
     return (
-        f"{kind[0].upper()}{kind[1:]}: {body}; pictures of {shape.image_size} pixels; {tensors:,} parameters as trained"
+        f"{kind[0].upper()}{kind[1:]}: {body}; pictures of {shape.image_size} pixels; {tensors:,} parameters. "
+        f"The last phase trained {finished.trained:,} weights"
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from murmuration.train.storage.model_note import copy_named_files, note_of
 from murmuration.train.storage.run_dir import RunDir
 
 NOT_PRIVATE = "NOT_PRIVATE.txt"
+PART = ".part"
+"""Folder of an export that is not complete. One that was killed leaves it, and the next one removes it."""
 
 
 def export(
@@ -52,28 +55,28 @@ def export(
     run_dir = RunDir(root)
     require_licence(licence)
     if averages and form in FORMS:
-        raise ExportError(f"--averaged chooses what timm, hf, vip and dpcap hold; {form} has both, so leave it out")
+        raise ExportError(
+            f"--averaged chooses what timm, hf, peft, vip and dpcap hold; {form} has both, so leave it out"
+        )
     _must_be_empty(out)
+    if not (run_dir.root / "ledger.jsonl").is_file():
+        raise ExportError(f"{run_dir.root} has no ledger.jsonl; name the run directory of a finished run")
     if run_dir.root.resolve() in [out.resolve(), *out.resolve().parents]:
         raise ExportError(f"{out} lies inside the run directory, whose secret folder must never be published")
     verdict = _certified(root)
     loaded, document = _chosen(run_dir, best)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
+    with _whole(out) as part:
         told = _told(loaded, Provenance.of(History.read(root / "ledger.jsonl")[0]))
         if form in FORMS:
-            FORMS[form](loaded, out, told)
-            _describe(loaded, root, out)
+            FORMS[form](loaded, part, told)
+            _describe(loaded, root, part)
         else:
-            _write_foreign(form, loaded, root, out, told, averages, licence, document)
-        _write_claim(root, out, document, verdict)
-        _holds_no_key(run_dir.key, out)
-        verify(out)  # what leaves is what was certified
+            _write_foreign(form, loaded, root, part, told, averages, licence, document)
+        _write_claim(root, part, document, verdict)
+        _holds_no_key(run_dir.key, part)
+        verify(part)  # what leaves is what was certified
         if not verdict.objection:
             _make_readable(out)
-    except BaseException:
-        shutil.rmtree(out)
-        raise
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
@@ -105,14 +108,25 @@ def from_deepspeed(folder: Path, out: Path) -> list[Path]:
     """Weights alone, for a phase that starts from them: no promise comes with them."""
     _must_be_empty(out)
     weights = read_deepspeed(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    target = out / "model.safetensors"
+    with _whole(out) as part:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(part / "model.safetensors"))
+    return [out / "model.safetensors"]
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder inside `out`, whose content moves up if the block ends without an error."""
+    new, part = not out.exists(), out / PART
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
     try:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(target))
+        yield part
     except BaseException:
-        target.unlink(missing_ok=True)  # half a file would make the folder unusable for the next try
+        shutil.rmtree(out if new else part)
         raise
-    return [target]
+    for path in part.iterdir():
+        path.replace(out / path.name)
+    part.rmdir()
 
 
 def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
@@ -122,7 +136,7 @@ def averaged(loaded: Loaded) -> dict[str, Tensor] | None:
 
 
 def _must_be_empty(out: Path) -> None:
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+    if os.path.lexists(out) and not (out.is_dir() and all(path.name == PART for path in out.iterdir())):
         raise ExportError(f"{out} is not an empty folder; name a new one")
 
 

@@ -15,10 +15,11 @@ from murmuration.model.foreign_config import Preprocessing
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named import NamedError
 from murmuration.model.settings import SettingsError
-from murmuration.model.warm_start import initialise_with
+from murmuration.model.statistics_head import SOLVING
+from murmuration.model.warm_start import HEAD, initialise_with
 from murmuration.train.export.errors import ExportError
 from murmuration.train.recipe.pixels import of_manifest
-from murmuration.train.storage.checkpoint_read import Loaded
+from murmuration.train.storage.checkpoint_read import WEIGHTS, Loaded
 from murmuration.train.storage.model_note import ModelNote
 
 
@@ -32,6 +33,8 @@ class Finished:
     class_names: tuple[str, ...]
     tokenizer: str | None
     """A built-in tokenizer, or its file in the run directory."""
+    trained: int
+    """Weights that the last phase trained, the adapters among them that are merged into `model`."""
     prefix: str = ""
     """Prefix of the averages' names in the certificate's list."""
 
@@ -54,4 +57,7 @@ class Finished:
         view, pixels = ResizeCrop(), of_manifest(loaded.manifest, loaded.position.folder)
         seen = Preprocessing(view.resize, view.crop, pixels.mean, pixels.std)
         model.eval().requires_grad_(False)
-        return Finished(model, weights, seen, note.class_names, note.tokenizer, prefix)
+        solved = any(name.endswith(f".{SOLVING}") for name in weights)  # its sums are no weights of the model
+        names = HEAD if solved else loaded.names(WEIGHTS)
+        trained = sum(weights[name].numel() for name in names)
+        return Finished(model, weights, seen, note.class_names, note.tokenizer, trained, prefix)

@@ -5,23 +5,17 @@ What a form cannot say of a model is refused in one sentence, rather than left f
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from murmuration.accounting.certificate.weights import RENAMED
 from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder, open_vocabulary
 from murmuration.model.build import Model
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
-from murmuration.model.fill import WeightEntries
 from murmuration.model.foreign_back import hugging_face_weights, timm_weights
 from murmuration.model.foreign_config import (
     hugging_face_config,
@@ -35,19 +29,12 @@ from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.released import CAUSAL_MASK_SIDE, to_dpcap, to_vip_mae
 from murmuration.train.export.errors import ExportError
+from murmuration.train.export.files import WEIGHTS, Loading, write_json, write_weights
 from murmuration.train.export.finished import Finished
+from murmuration.train.export.named_forms import NAMED_FORMS, write_peft
 
-WEIGHTS, PUBLISHED = "model.safetensors", "checkpoint.pth"
+PUBLISHED = "checkpoint.pth"
 IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
-
-
-@dataclass(frozen=True)
-class Loading:
-    """For the model card: the package, a program that loads the folder, and what the form leaves out or needs."""
-
-    library: str
-    program: str
-    notes: tuple[str, ...] = ()
 
 
 Form = Callable[[Finished, Path, dict[str, str]], Loading]
@@ -55,8 +42,8 @@ Form = Callable[[Finished, Path, dict[str, str]], Loading]
 
 def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
     model = finished.model
-    _write_json(out / "config.json", timm_config(model, finished.seen, finished.class_names))
-    _write_weights(timm_weights(model), finished, out, metadata)
+    write_json(out / "config.json", timm_config(model, finished.seen, finished.class_names))
+    write_weights(timm_weights(model), finished, out / WEIGHTS, metadata)
     whole = ", ".join(f"{name}={value!r}" for name, value in timm_arguments(model).items())
     program = (
         "import timm\n"
@@ -86,9 +73,9 @@ def _left_out(model: Model, package: str) -> str:
 def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
     model = finished.model
     told = hugging_face_config(model, finished.class_names)
-    _write_weights(hugging_face_weights(model), finished, out, metadata)
-    _write_json(out / "config.json", told)
-    _write_json(out / "preprocessor_config.json", hugging_face_preprocessor(model.shape.image_size, finished.seen))
+    write_weights(hugging_face_weights(model), finished, out / WEIGHTS, metadata)
+    write_json(out / "config.json", told)
+    write_json(out / "preprocessor_config.json", hugging_face_preprocessor(model.shape.image_size, finished.seen))
     (name,) = told["architectures"]
     notes: tuple[str, ...] = ()
     more = ""
@@ -130,7 +117,7 @@ def _write_tokenizer(source: str | None, model: Captioner, out: Path) -> tuple[s
         **{name: token(number) for name, number in special.items() if number >= 0},
     }  # fmt: skip
     (out / "tokenizer.json").write_text(vocabulary.tokenizer.to_str(pretty=True), encoding="utf-8")
-    _write_json(out / "tokenizer_config.json", told)
+    write_json(out / "tokenizer_config.json", told)
     cleaned = "open_clip's lower-case cleaning comes before it; " if is_built_in(source) else ""
     return (f"The tokenizer is that of the captions: {cleaned}a row is the start token, words, the end token.",)
 
@@ -194,37 +181,21 @@ def _others() -> str:
     return "export it as safetensors, or as timm or hf"
 
 
-FORMS: dict[str, Form] = {"timm": write_timm, "hf": write_hugging_face, "vip": write_vip, "dpcap": write_dpcap}
+FORMS: dict[str, Form] = {
+    "timm": write_timm, "hf": write_hugging_face, "peft": write_peft, "vip": write_vip, "dpcap": write_dpcap,
+}  # fmt: skip
 
 
 def write_form(form: str, finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
     if isinstance(finished.model, LanguageModel):
         raise ExportError(f"{form} is a form of image models, and this is a language model; export it as safetensors")
+    forms = FORMS if finished.model.shape.named is None else NAMED_FORMS
+    if form not in forms:
+        raise ExportError(
+            f"{form} is the published form of encoders of ours, and this is {finished.model.shape.named}; export it as "
+            "safetensors"
+        )
     try:
-        return FORMS[form](finished, out, metadata)
+        return forms[form](finished, out, metadata)
     except WeightsError as error:
         raise ExportError(str(error).rstrip(".")) from None
-
-
-def _write_json(path: Path, told: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_weights(entries: WeightEntries, finished: Finished, out: Path, metadata: dict[str, str]) -> None:
-    # Copies: safetensors takes no two names of one memory.
-    save_file({name: entry.tensor.clone().contiguous() for name, entry in entries.items()}, out / WEIGHTS, metadata)
-    _write_json(out / RENAMED, {WEIGHTS: _renamed(entries, finished)})
-
-
-def _renamed(entries: WeightEntries, finished: Finished) -> dict[str, dict[str, Any]]:
-    """Shape and ordered parts of each certified tensor that is there bit by bit, whole or cut."""
-    parts: dict[str, list[str]] = {}
-    for name, entry in entries.items():
-        if len(entry.keys) == 1:
-            parts.setdefault(entry.keys[0], []).append(name)
-    found: dict[str, dict[str, Any]] = {}
-    for ours, names in parts.items():
-        certified, flat = finished.tensors.get(ours), torch.cat([entries[name].tensor.reshape(-1) for name in names])
-        if certified is not None and torch.equal(flat, certified.reshape(-1)):
-            found[finished.prefix + ours] = {"shape": list(certified.shape), "parts": names}
-    return found

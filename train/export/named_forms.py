@@ -1,0 +1,206 @@
+"""Encoders of timm and Hugging Face, trained here, as their own library loads them; and their adapters as PEFT does.
+
+The library builds the model with its own kind of head and reads the folder back. Unless that gives what was trained
+gives, nothing is exported: some architectures have other layers below a head than without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from murmuration.accounting.escaping import first_line
+from murmuration.model.body import made_by_timm
+from murmuration.model.build import Model
+from murmuration.model.classifier import Classifier
+from murmuration.model.fill import WeightEntries, WeightEntry
+from murmuration.model.foreign_config import hugging_face_classes, hugging_face_preprocessor
+from murmuration.model.named import TITLES, Library, Named
+from murmuration.model.trainable import DOWN, UP
+from murmuration.train.export.errors import ExportError
+from murmuration.train.export.files import WEIGHTS, Loading, write_json, write_weights
+from murmuration.train.export.finished import Finished
+from murmuration.train.storage.checkpoint_read import listed_digest
+
+ADAPTER = "adapter_model.safetensors"
+NET = "body.net."
+TOLERANCE = 1e-5
+"""Of the largest output."""
+
+
+@torch.no_grad()
+def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+    import timm
+
+    model, named = finished.model, _of("timm", finished)
+    classes = model.shape.head.classes if isinstance(model, Classifier) else 0
+    net, arguments = made_by_timm(named, model.shape.image_size, classes)
+    entries = _net(model) | (_timm_head(net, model, named) if isinstance(model, Classifier) else {})
+    known: dict[str, Any] = getattr(net, "pretrained_cfg", None) or {}
+    kept = ("fixed_input_size", "pool_size", "first_conv", "classifier")
+    side = model.shape.image_size
+    seen = {
+        **{name: known[name] for name in kept if name in known}, "input_size": [3, side, side],
+        "crop_pct": finished.seen.crop / finished.seen.resize, "interpolation": "bicubic", "crop_mode": "center",
+        "mean": list(finished.seen.mean), "std": list(finished.seen.std), "num_classes": classes,
+    }  # fmt: skip
+    names = {"label_names": list(finished.class_names)} if finished.class_names else {}
+    told = {
+        "architecture": named.name.partition(".")[0], "num_classes": classes, "num_features": model.shape.encoder.width,
+        "model_args": arguments, "pretrained_cfg": seen, **names,
+    }  # fmt: skip
+    write_json(out / "config.json", told)
+    write_weights(entries, finished, out / WEIGHTS, metadata)
+    picture = _picture(model)
+    expected = model.logits(picture) if isinstance(model, Classifier) else model.body(picture)  # pyright: ignore
+    _must_agree(named, expected, lambda: timm.create_model(f"local-dir:{out}", pretrained=True).eval()(picture))
+    program = (
+        "import timm\n"
+        'model = timm.create_model("local-dir:DIR", pretrained=True).eval()\n'
+        "see = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n"
+    )
+    return Loading("timm", program, () if isinstance(model, Classifier) else (_left_out("timm"),))
+
+
+@torch.no_grad()
+def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+    model, named = finished.model, _of("hf", finished)
+    net: Any = model.body.net  # pyright: ignore[reportAttributeAccessIssue]
+    picture = _picture(model)
+    if isinstance(model, Classifier):
+        expected = model.logits(picture)
+        net.classifier = model.head
+        for key, value in hugging_face_classes(model.shape.head, finished.class_names).items():
+            setattr(net.config, key, value)
+    else:
+        net = model.body.encoder  # pyright: ignore[reportAttributeAccessIssue]
+        expected = net(pixel_values=picture).last_hidden_state
+    kind = type(net)
+    net.save_pretrained(out, max_shard_size="1TB")
+    _write_json_of_pixels(finished, out)
+    # transformers chose the names. The same bytes are the same tensor.
+    ours: dict[str, list[str]] = {}
+    for name, tensor in finished.tensors.items():
+        ours.setdefault(listed_digest(tensor), []).append(name)
+    stored = load_file(out / WEIGHTS)
+    entries: WeightEntries = {}
+    for name, tensor in stored.items():
+        same = ours.get(listed_digest(tensor), [])
+        entries[name] = WeightEntry(tensor, (same.pop(0),) if same else ())
+    write_weights(entries, finished, out / WEIGHTS, metadata)
+
+    def theirs() -> Tensor:
+        found = kind.from_pretrained(out, local_files_only=True).eval()(pixel_values=picture)
+        return found.logits if isinstance(model, Classifier) else found.last_hidden_state
+
+    _must_agree(named, expected, theirs)
+    program = (
+        f"from transformers import AutoImageProcessor, {kind.__name__}\n"
+        f'model = {kind.__name__}.from_pretrained("DIR").eval()\n'
+        'see = AutoImageProcessor.from_pretrained("DIR")\n'
+    )
+    return Loading("transformers", program, () if isinstance(model, Classifier) else (_left_out("transformers"),))
+
+
+def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+    """Adapters and head; the frozen weights stay where they came from."""
+    model, tensors = finished.model, finished.tensors
+    named = model.shape.named
+    layers = [name.removesuffix(f".{DOWN}") for name in tensors if name.endswith(f".{DOWN}")]
+    if named is None or not isinstance(model, Classifier) or not layers:
+        raise ExportError(
+            'peft is the form of adapters (trainable "lora") of a classifier on an encoder of timm or Hugging Face, '
+            "and this run trained none; export it as timm or hf, or as safetensors"
+        )
+    if named.library == "timm":
+        net, arguments = made_by_timm(named, model.shape.image_size, model.shape.head.classes)
+        entries = _timm_head(net, model, named)
+        given = "".join(f", {name}={value!r}" for name, value in arguments.items())
+        program = f'import timm\nbase = timm.create_model("{named.name}", pretrained=True, num_classes='
+        program += f"{model.shape.head.classes}{given})\n"
+    else:
+        entries = {f"classifier.{end}": WeightEntry(tensors[f"head.{end}"], (f"head.{end}",)) for end in _ENDS}
+        kind = type(model.body.net).__name__  # pyright: ignore[reportAttributeAccessIssue]
+        program = f'from transformers import {kind}\nbase = {kind}.from_pretrained("BASE", num_labels='
+        program += f"{model.shape.head.classes}, ignore_mismatched_sizes=True)\n"
+    (head,) = {name.rpartition(".")[0] for name in entries}
+    for layer in layers:
+        for theirs, own in (("lora_A", DOWN), ("lora_B", UP)):
+            name = f"{layer}.{own}"
+            entries[f"{layer.removeprefix(NET)}.{theirs}.weight"] = WeightEntry(tensors[name], (name,))
+    entries = {f"base_model.model.{name}": entry for name, entry in entries.items()}
+    rank = tensors[f"{layers[0]}.{DOWN}"].shape[0]
+    told = {
+        "peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True,
+        "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+        "target_modules": [layer.removeprefix(NET) for layer in layers], "modules_to_save": [head],
+    }  # fmt: skip
+    write_json(out / "adapter_config.json", told)
+    _write_json_of_pixels(finished, out)
+    write_weights(entries, finished, out / ADAPTER, metadata)
+    program = f'from peft import PeftModel\n{program}model = PeftModel.from_pretrained(base, "DIR").eval()\n'
+    note = "The frozen weights are not in this folder: take those from which the last phase began (BASE, or by name)."
+    return Loading("peft", program, (note,))
+
+
+_ENDS = ("weight", "bias")
+
+
+def _of(library: Library, finished: Finished) -> Named:
+    named = finished.model.shape.named
+    assert named is not None
+    if named.library != library:
+        raise ExportError(f"this model is {named}, not one of {TITLES[library]}; export it as {named.library}")
+    return named
+
+
+def _net(model: Model) -> WeightEntries:
+    net: nn.Module = model.body.net  # pyright: ignore
+    return {name: WeightEntry(tensor, (NET + name,)) for name, tensor in net.state_dict().items()}
+
+
+def _timm_head(net: Any, model: Classifier, named: Named) -> WeightEntries:
+    """Under timm's name, in the shape that it has there: some heads are convolutions of one pixel."""
+    head = net.get_classifier()
+    path = next((path for path, part in net.named_modules() if part is head), None)
+    own = net.state_dict()
+    found: WeightEntries = {}
+    for end in _ENDS:
+        tensor, place = getattr(model.head, end), own.get(f"{path}.{end}")
+        if place is None or place.numel() != tensor.numel():
+            raise ExportError(f"{named} has no single linear layer as its head in timm; export it as safetensors")
+        found[f"{path}.{end}"] = WeightEntry(tensor.detach().reshape(place.shape), (f"head.{end}",))
+    return found
+
+
+def _picture(model: Model) -> Tensor:
+    side = model.shape.image_size
+    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def _must_agree(named: Named, expected: Tensor, theirs: Callable[[], Tensor]) -> None:
+    try:
+        found, why = theirs(), "it computes something else"
+    except Exception as error:  # whatever a library raises on a folder that it cannot read
+        found, why = expected.new_tensor(torch.nan), first_line(error, 120)
+    if found.shape != expected.shape or not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        raise ExportError(
+            f"{named} does not come back from the folder that its library would load ({why}); export it as safetensors"
+        )
+
+
+def _left_out(package: str) -> str:
+    return f"The text decoder is left out, since {package} has none like it: the form safetensors has it."
+
+
+def _write_json_of_pixels(finished: Finished, out: Path) -> None:
+    told = hugging_face_preprocessor(finished.model.shape.image_size, finished.seen)
+    write_json(out / "preprocessor_config.json", told)
+
+
+NAMED_FORMS = {"timm": write_timm, "hf": write_hugging_face, "peft": write_peft}
