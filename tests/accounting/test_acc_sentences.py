@@ -765,7 +765,7 @@ def about(told: float, curve: Delta, delta: float) -> bool:
             ),
         ),
         (
-            "docs/recipes.md",
+            "benchmarks/learning.md",
             "noise for groups of four (σ = 0.8991, ε = 1.744 for a record)",
             lambda: about(1.744, sampled(**PEOPLE), 1 / 16000) and about(8.0, sampled(**PEOPLE, records=4), 1 / 16000),
         ),
