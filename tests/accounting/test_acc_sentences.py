@@ -809,7 +809,7 @@ def about(told: float, curve: Delta, delta: float) -> bool:
         ("docs/proof.md", "4·10⁻⁸ for t = 179", lambda: pytest.approx(4e-8, rel=0.05) == 179 / 2**32),
         (
             "docs/proof.md",
-            "With q·n = 4,096, a share of 5 % and s = 5, that is 2.4 points, beside 3.5 from the draw",
+            "With q·n = 4,096, a share of 5 % and s = 5, that is 2.4 points, next to 3.5 from the draw",
             lambda: [round(100 * x, 1) for x in (5 / 204.8, math.sqrt(0.25 / 204.8))] == [2.4, 3.5],
         ),
         (
