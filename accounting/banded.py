@@ -7,7 +7,7 @@ M = B⁻¹. A record belongs to one of b parts, whose turn comes once in every b
 at most the largest norm of a column of M: the sensitivity, which is at most 1 here. Blocks share no draw, and a record
 is drawn in each of them independently. So T steps are ⌈T/b⌉ Poisson-sampled Gaussian steps of noise multiplier σ, each
 at the rate at which a part is drawn. This is the block-diagonal case of banded matrices under cyclic Poisson sampling
-(Choquette-Choo et al., arXiv 2306.08153). `docs/privacy.md` has the proof.
+(Choquette-Choo et al., arXiv 2306.08153). `docs/proof.md` has the proof.
 
 A banded M whose blocks overlap has an inverse without zeros below its diagonal: its noise needs the noise of earlier
 steps, which a checkpoint would have to contain and which, with the weights, gives the bare sums.

@@ -94,7 +94,7 @@ class Rule:
 
 
 _PRETRAINING = {"betas": [0.9, 0.95], "weight_decay": 0.005}
-_TOY = "as in docs/recipes.md for DP-Cap's nano"
+_TOY = "as in benchmarks/learning.md for DP-Cap's nano"
 _DEMO = "as in ds_configs/demo.json"
 RULES = {
     "classify": Rule(

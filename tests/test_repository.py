@@ -22,11 +22,21 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.splitlines() if (ROOT / name).is_file()]
 
 
-def test_files_that_the_documents_link_to_exist() -> None:
-    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"):
-        text = document.read_text()
-        for link in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+def anchors(document: Path) -> set[str]:
+    """What a link may name behind its #, as GitHub makes it of a heading."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_files_and_headings_that_the_documents_link_to_exist() -> None:
+    for document in (path for path in tracked() if path.suffix == ".md"):
+        for link in re.findall(r"\]\(([^):\s]+)\)", document.read_text()):
+            file, _, anchor = link.partition("#")
+            target = document.parent / file if file else document
+            assert target.exists(), f"{document.relative_to(ROOT)} links to {link}"
+            known = anchors(target) if anchor and target.suffix == ".md" else {anchor}
+            assert anchor in known, f"{document.relative_to(ROOT)} links to {link}, which has no such heading"
 
 
 def test_no_registry_address_or_machine_path_is_committed() -> None:

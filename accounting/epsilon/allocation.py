@@ -3,7 +3,7 @@
 The step is chosen uniformly and in secret. All t outputs together are dominated by P, the mean of the t distributions
 that have N(1, σ²) at one place and N(0, σ²) at all others, against Q, which has N(0, σ²) everywhere. So dP/dQ is the
 mean of t numbers that are independent under Q, the likelihood ratios of single Gaussian steps (Feldman and Shenfeld,
-arXiv 2502.08202). `docs/privacy.md` has the proof, also for steps that depend on earlier outputs.
+arXiv 2502.08202). `docs/proof.md` has the proof, also for steps that depend on earlier outputs.
 
 The distribution of this mean under Q is all that is needed: under P each mass is that of Q times its value. It is built
 by halving: the mean over m steps is the weighted mean of those over two parts of them. On a lattice of logarithms the

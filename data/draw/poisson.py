@@ -7,7 +7,7 @@ depends on world size, workers or restarts, and the sampler holds no state, so a
 
 Where records take turns (`parts` above 1), step t draws from the records whose number is t modulo `parts`, and lane i
 is of the i-th of those. Which record belongs to which part is public and the same in every segment, because the
-accounting counts the turns of each part (docs/privacy.md).
+accounting counts the turns of each part (docs/proof.md).
 
 The draw must stay secret (amplification assumes it), hence a cipher under a secret key, not a seeded PRNG.
 """

@@ -765,12 +765,12 @@ def about(told: float, curve: Delta, delta: float) -> bool:
             ),
         ),
         (
-            "docs/privacy.md",
+            "benchmarks/learning.md",
             "noise for groups of four (σ = 0.8991, ε = 1.744 for a record)",
             lambda: about(1.744, sampled(**PEOPLE), 1 / 16000) and about(8.0, sampled(**PEOPLE, records=4), 1 / 16000),
         ),
         (
-            "docs/privacy.md",
+            "docs/proof.md",
             "3.6444 instead of 3.4033 for",
             lambda: (
                 about(3.4033, sampled(16384 / 1281167, 2.5, 18000, cell=2e-5), 8e-7)
@@ -778,7 +778,7 @@ def about(told: float, curve: Delta, delta: float) -> bool:
             ),
         ),
         (
-            "docs/privacy.md",
+            "docs/proof.md",
             "for DP-Cap's 32 epochs of 179 steps the two are 7.5963 and 7.5945",
             lambda: (
                 [
@@ -789,7 +789,7 @@ def about(told: float, curve: Delta, delta: float) -> bool:
             ),
         ),
         (
-            "docs/privacy.md",
+            "docs/proof.md",
             "At equal ε, σ is 1.7 to 10 % smaller",
             lambda: all(
                 accountant.epsilon([Event(1 / slots, (1 - less) * sigma, count, slots=slots)], delta)
@@ -800,16 +800,16 @@ def about(told: float, curve: Delta, delta: float) -> bool:
                 )
             ),
         ),
-        ("README.md", "for about 1 % more noise", lambda: 0.0095 < (1 - 2 / 10.0**2) ** -0.5 - 1 < 0.0105),
+        ("docs/recipes.md", "for about 1 % more noise", lambda: 0.0095 < (1 - 2 / 10.0**2) ** -0.5 - 1 < 0.0105),
         (
-            "docs/privacy.md",
+            "docs/proof.md",
             "which is more than 10⁷·C for a billion weights",
             lambda: 2.0 ** (62 + math.floor(math.log2(1e-6 / math.sqrt(1e9)))) > 1e7,
         ),
-        ("docs/privacy.md", "4·10⁻⁸ for t = 179", lambda: pytest.approx(4e-8, rel=0.05) == 179 / 2**32),
+        ("docs/proof.md", "4·10⁻⁸ for t = 179", lambda: pytest.approx(4e-8, rel=0.05) == 179 / 2**32),
         (
-            "docs/privacy.md",
-            "With q·n = 4,096, a share of 5 % and s = 5, that is 2.4 points, beside 3.5 from the draw",
+            "docs/proof.md",
+            "With q·n = 4,096, a share of 5 % and s = 5, that is 2.4 points, next to 3.5 from the draw",
             lambda: [round(100 * x, 1) for x in (5 / 204.8, math.sqrt(0.25 / 204.8))] == [2.4, 3.5],
         ),
         (
@@ -819,14 +819,14 @@ def about(told: float, curve: Delta, delta: float) -> bool:
         ),
         ("docs/privacy.md", "`verify` recomputes them (to a relative 1e-6)", lambda: LIMITS_AGREEMENT == 1e-6),
         (
-            "docs/privacy.md",
+            "docs/auditing.md",
             "These fifteen files decide that: about 3,000 lines, of which about 1,950 are code",
             lambda: (
                 lines_of("If the self-test is trusted", "Which key a step has") == pytest.approx((3000, 1950), rel=0.1)
             ),
         ),
         (
-            "docs/privacy.md",
+            "docs/auditing.md",
             "(about 850 lines of code)",
             lambda: lines_of("read four more files", "(about")[1] == pytest.approx(850, rel=0.1),
         ),
@@ -841,8 +841,8 @@ def test_every_number_of_the_documents_about_the_guarantee_is_true(
 
 
 def lines_of(first: str, last: str) -> tuple[int, int]:
-    """All lines, and those with code, of the files that docs/privacy.md links to between two of its words."""
-    page = " ".join((ROOT / "docs" / "privacy.md").read_text().split())
+    """All lines, and those with code, of the files that docs/auditing.md links to between two of its words."""
+    page = " ".join((ROOT / "docs" / "auditing.md").read_text().split())
     part = page[page.index(first) : page.index(last, page.index(first))]
     every = code = 0
     for file in dict.fromkeys(re.findall(r"\]\(\.\./(\S+\.py)\)", part)):

@@ -17,7 +17,7 @@ from tests.gpu.prices import ASSUMED, MEMORY, RATES, Kernel, Rates
 
 WHY_NOT = pretended.why_not()
 COMMITTED: dict[str, Any] = json.loads(RATES.read_text())
-# As docs/costs.md states them: how far totals are off, fitted and for a model that was left out, and ratios.
+# As benchmarks/README.md states them: how far totals are off, fitted and for a model that was left out, and ratios.
 TOTAL, LEFT_OUT, RATIO = 0.04, 0.05, 0.02
 # By how much a clock sees more than prices, where micro-batches were replayed.
 CLOCK = 0.1

@@ -375,7 +375,7 @@ class _Watched:
 # its place, which are the neighbours of the definition. All else that decides a score is what was released, without the
 # real records' part, and public numbers. The real records, and which steps they took part in, may be fixed: under
 # Poisson sampling they are drawn independently of the canary, and the proofs for blocks of correlated noise and for
-# random allocation (docs/privacy.md) hold for each way in which the others are drawn. So a run that keeps its claim
+# random allocation (docs/proof.md) hold for each way in which the others are drawn. So a run that keeps its claim
 # makes many right guesses as rarely as `audit_bound` and `audit_curve` say, if no score looks at a coin or at who was
 # drawn.
 

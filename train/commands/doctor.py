@@ -145,7 +145,7 @@ def limits() -> Iterator[Finding]:
         yield Finding(WARN, "open files", f"{files}; many decoding processes may need more: ulimit -n {LEAST_FILES}")
     else:
         yield Finding(OK, "open files", "unlimited" if files == resource.RLIM_INFINITY else str(files))
-    # Keys and sums are locked in memory as far as it goes, so that they are never swapped out (docs/privacy.md).
+    # Keys and sums are locked in memory as far as it goes, so that they are never swapped out (docs/proof.md).
     verdict = OK if locked == resource.RLIM_INFINITY else WARN
     advice = (
         "" if verdict == OK else "; sums of private gradients beyond that may be swapped to disk: ulimit -l unlimited"

@@ -5,7 +5,7 @@ budget on noise.
 The index kept a census of names (data/index/kept_census.py), so no record is read for this. A refusal is public, and
 the census of private records is not. So for these a refusal shows no count, names only what many records have, and
 draws the line at a hundredth of them instead of one: who sees refusals does not learn whether some single record has a
-name (docs/privacy.md, "What a refusal may say").
+name (docs/proof.md, "What a refusal may say").
 """
 
 from __future__ import annotations

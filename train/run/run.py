@@ -51,7 +51,7 @@ def run_all(
     if (place := open_to_others()) is not None and any(phase.private for phase in phases):
         run.board.say(
             f"the ranks meet at {place}: whoever can connect there can read counters of private steps, stop the run or "
-            "pose as a rank, so let nobody else reach that network (docs/privacy.md)"
+            "pose as a rank, so let nobody else reach that network (docs/proof.md)"
         )
     if run.journal is not None and settings.witness is not None:
         run.journal.witnesses["witness"] = Witness(settings.witness, run.board.say)
