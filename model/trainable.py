@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from murmuration.accounting.errors import RunError
 from murmuration.model.build import normal_draw
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
@@ -28,7 +27,7 @@ Trainable = Literal["all", "head", "bias", "lora", "statistics"]
 DOWN, UP = "lora_down", "lora_up"
 
 
-class TrainableError(RunError, ValueError):
+class TrainableError(ValueError):
     """The model has no such part to train; one sentence that names the fix."""
 
 

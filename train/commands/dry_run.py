@@ -20,7 +20,6 @@ from murmuration.accounting.unit import contribution_in_words
 from murmuration.model.build import build
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import Shape
-from murmuration.model.trainable import select
 from murmuration.model.warm_start import initialise_from
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.root import Config, Phase
@@ -35,6 +34,7 @@ from murmuration.train.recipe.ready_phase import (
     plan_of_phase,
     planned_epsilon,
     resolve_shape,
+    select_trained,
     with_steps,
 )
 from murmuration.train.recipe.record_names import names_at_hand
@@ -121,7 +121,7 @@ def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseM
     if not phase.trains:
         return PhaseMeaning(number, phase, notes=notes)
     model = build(shape, phase.objective, device="meta")
-    select(model, phase.trainable)
+    select_trained(model, phase)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     phase, promise = _promise(config, number, phase)
     warning = drowned(promise.plan, trainable, promise.calibrated) if promise is not None else None

@@ -79,7 +79,7 @@ def _check_plans(config: Config, phases: list[ReadyPhase], root: Path) -> None:
     """Refuses what no plan can promise, and warns of plans by which nothing can be learned. A run that continues has
     its plans in the ledger."""
     from murmuration.train.planner.micro_batch import on_this_machine
-    from murmuration.train.recipe.ready_phase import planned
+    from murmuration.train.recipe.ready_phase import planned, select_trained
     from murmuration.train.storage.run_dir import RunDir
 
     if RunDir(root).ledger.exists():
@@ -88,13 +88,12 @@ def _check_plans(config: Config, phases: list[ReadyPhase], root: Path) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     from murmuration.model.build import build
-    from murmuration.model.trainable import select
     from murmuration.train.planner.drowned import drowned
 
     for phase, plan in plans:
         assert phase.settings.privacy is not None
         model = build(phase.shape, phase.settings.objective, device="meta")
-        names = set(select(model, phase.settings.trainable))
+        names = set(select_trained(model, phase.settings))
         weights = sum(p.numel() for name, p in model.named_parameters() if name in names)
         warning = drowned(plan, weights, phase.settings.privacy.noise_multiplier is None)
         for text in (warning, phase.settings.blind):

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.build import build
-from murmuration.model.trainable import select
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.mesh import require_whole_copies
 from murmuration.train.planner.cluster import Cluster, PlannerError, StepTime, step_time
@@ -20,7 +19,7 @@ from murmuration.train.planner.cost import RecordCost, count
 from murmuration.train.planner.memory import GIB, Memory, WeightCounts, fsdp2_memory, memory, weights_of
 from murmuration.train.planner.rows import Batch
 from murmuration.train.recipe.open_data import known_records
-from murmuration.train.recipe.ready_phase import plan_of_phase, resolve_shape, with_steps
+from murmuration.train.recipe.ready_phase import plan_of_phase, resolve_shape, select_trained, with_steps
 from murmuration.train.self_test.probes import synthetic_batch
 
 LAYOUTS = ((0, False), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True))
@@ -179,7 +178,7 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
     """The cost of a record and the weight counts, from the shapes of the phase's model alone."""
     shape = resolve_shape(config)
     model = build(shape, phase.objective, device="meta")
-    select(model, phase.trainable)
+    select_trained(model, phase)
     example = synthetic_batch(shape, phase.objective, 1, 0).inputs
     inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
     return count(model, inputs, config.run.precision, phase.rows_of_a_slot), weights_of(model, phase)

@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
+from torch import nn
+
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
@@ -32,6 +34,7 @@ from murmuration.data.index.unit_table import UnitTable
 from murmuration.data.store.place import RecordIndex, Shard
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import SettingsError, Shape
+from murmuration.model.trainable import TrainableError, select
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.config.data import CheckpointData, ReadingSettings, ShardData, StreamData, SyntheticData
 from murmuration.train.config.phase import STATISTICS
@@ -352,6 +355,14 @@ def resolve_shape(config: Config) -> Shape:
         return model.resolved()
     except SettingsError as error:
         raise RecipeError(f"model: {error}") from None
+
+
+def select_trained(model: nn.Module, phase: Phase) -> list[str]:
+    """Freezes what the phase does not train; the names of what it does."""
+    try:
+        return select(model, phase.trainable)
+    except TrainableError as error:
+        raise RecipeError(f"trainable: {str(error).rstrip('.')}") from None
 
 
 def _open(

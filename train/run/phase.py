@@ -24,7 +24,6 @@ from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import ShardError
 from murmuration.model.build import build
 from murmuration.model.statistics_head import StatisticsHead
-from murmuration.model.trainable import select
 from murmuration.train.clip.engine import Observation
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.data import CheckpointData
@@ -46,7 +45,7 @@ from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.pixels import IMAGENET, in_words
 from murmuration.train.recipe.read_options import public_epochs, rank_plan, reading_options, with_stream_order
-from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule
+from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, select_trained
 from murmuration.train.recipe.warm_start import hand_over
 from murmuration.train.run.board import Feed, Pace
 from murmuration.train.run.cached_features import FeatureReader, feature_reader, held_out_features
@@ -240,7 +239,7 @@ def initial_model(phase: ReadyPhase, loaded: Loaded | None, resumed: bool) -> nn
     model = build(phase.shape, settings.objective)
     if loaded is not None and not resumed:
         hand_over(loaded.weights(), model)
-    select(model, settings.trainable)
+    select_trained(model, settings)
     settle(model, settings.head)
     if loaded is not None and resumed:
         model.load_state_dict(loaded.state_dict(model.state_dict()))
