@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import contribution_in_words
 from murmuration.model.build import build
@@ -144,7 +145,7 @@ def as_text(found: Meaning) -> str:
         lines += ["", f"phase {one.number} ({one.phase.name}, {one.phase.objective}):"]
         lines += [f"  note          {text}" for text in one.notes]
         lines += [f"  {line}" for line in _told(one)]
-    return "\n".join(lines)
+    return printable_lines("\n".join(lines))
 
 
 def _at_hand(path: Path) -> str:

@@ -29,6 +29,8 @@ NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?")
 """Numbers that JSON does not accept, such as `.48` and `1.`"""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
 LONGEST_NAME = 255
+MOST_SENTENCES = 30
+"""That one refusal has: a reader mends those first."""
 HEAD = "head"
 """An objective that stands for classify with trainable statistics."""
 
@@ -64,13 +66,18 @@ def load(path: Path, overrides: list[str]) -> Config:
     _units_of_indexes(raw.get("phases"))
     refused = find_refusals(raw)
     if refused:
-        raise ConfigError("\n".join(printable(sentence) for sentence in refused))
+        raise ConfigError(_one_a_line(refused))
     raw = without_harmless(raw, {field.alias or name for name, field in Config.model_fields.items()})
     try:
         # As JSON and strict: "8" is not a number, 2.0 is not a count, true is not 1.
         return Config.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(printable(sentence_of(fault)) for fault in error.errors())) from None
+        raise ConfigError(_one_a_line([sentence_of(fault) for fault in error.errors()])) from None
+
+
+def _one_a_line(sentences: list[str]) -> str:
+    more = [f"and {len(sentences) - MOST_SENTENCES} more"] * (len(sentences) > MOST_SENTENCES)
+    return "\n".join([printable(sentence) for sentence in sentences[:MOST_SENTENCES]] + more)
 
 
 def _refuse_foreign_command(raw: dict[str, Any], path: Path) -> None:
@@ -102,10 +109,11 @@ def _require_text(value: Any, where: str = "the config") -> None:
         except ShardError as error:
             raise ConfigError(printable(f"{where}: {error}")) from None
     elif where in PATH_KEYS and isinstance(value, str) and "{" not in value:  # braces stand for many names
-        if any(len(os.fsencode(name)) > LONGEST_NAME for name in value.split("/")):
+        longest = max((len(os.fsencode(name)) for name in value.split("/")), default=0)
+        if longest > LONGEST_NAME:
             raise ConfigError(
-                f"{where}: {printable(value[:60])} … has a name of over {LONGEST_NAME} bytes, which no file can have; "
-                "shorten it"
+                f"{where}: {printable(value[:60])} … has a name of {longest} bytes, and no file can have over "
+                f"{LONGEST_NAME}; shorten it"
             )
     if isinstance(value, dict):
         for key, item in value.items():
