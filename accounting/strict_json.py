@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # help texts are shown without it
@@ -99,11 +99,22 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], fields: Any) -> T:
-    """Strict: "8" is not a number, 2.0 not a count, true not 1. A ValueError names the first field at fault."""
-    from pydantic_core import ValidationError, to_json
+    """Strict: "8" is not a number, 2.0 not a count, true not 1. A ValueError names the first field at fault.
+
+    Equal fields that follow each other give the same object, so nobody may change what was read.
+    """
+    from pydantic_core import to_json
+
+    return _validated(kind, to_json(fields))
+
+
+# Of one: most lines that commit a step repeat the line that opened it.
+@lru_cache(maxsize=1)
+def _validated(kind: type[T], content: bytes) -> T:
+    from pydantic_core import ValidationError
 
     try:
-        return _adapter(kind).validate_json(to_json(fields), strict=True)
+        return _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in fault["loc"])

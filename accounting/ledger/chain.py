@@ -11,8 +11,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,6 +33,9 @@ FORMAT = "murmuration-ledger/1"
 GENESIS = "0" * 64
 LONG, AS_ZEROS = b"0" * 19, bytes.maketrans(b"123456789", b"0" * 9)
 """The fewest digits of an integer that may not fit in 64 bits, in a line all of whose digits are zeros."""
+VARYING = re.compile(rb'":(?<=[a-z]":)(?:"[0-9a-f]{64}"|[0-9]+(?=[,}]))')
+"""After a key (in a string, a backslash is before each quote), the values that differ between the lines of two steps:
+digests and counts, which JSON can write in one way only."""
 STEPS = ("open", "commit")
 """Kinds of the lines that steps write."""
 
@@ -96,14 +101,25 @@ def _follow(raw: bytes, index: int, previous: str, name: str) -> LedgerEntry:
     return _entry(value, line)
 
 
+_like: deque[bytes] = deque(maxlen=2)
+"""The last lines found to be in the bytes that we write, without what varies: a step's `open` and `commit`."""
+
+
 def _value(raw: bytes) -> tuple[Any, bool]:
     """What a line says, and whether in the bytes that we write. Those name no key twice and hold no NaN, so that only
     depth and long integers are left to the strict reader, which would take most of the time of reading a long ledger.
+
+    A line that has the same keys as one that was found to be so, in their order, and the same bytes but for what
+    varies, is so, too: mostly nothing needs to be encoded.
     """
     if raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH and LONG not in raw.translate(AS_ZEROS):
         with contextlib.suppress(ValueError):
             value = from_json(raw)
+            rest = VARYING.sub(b'":', raw)
+            if rest in _like:
+                return value, True
             if _canonical(value) == raw:
+                _like.append(rest)
                 return value, True
     value = parse_json(raw)
     return value, _canonical(value) == raw

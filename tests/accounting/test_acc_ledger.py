@@ -111,6 +111,41 @@ def test_the_number_of_a_line_is_a_whole_one(number: bytes) -> None:
         parsed(line)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (b'"step":2', b'"step":2e0'), (b'"step":2', b'"step": 2'),
+        (b'"step":2', b'"step":02'), (b'"step":2', b'"step":-0'), (b'"step":2', b'"step":1,"step":2'),
+        (b'"step":2', b'"step":99999999999999999999'), (b'"phase":0,"previous":"%s"', b'"previous":"%s","phase":0'),
+        (b'"kind":"open"', b'"kind":"\\u006fpen"'), (b'"step":2', b'"\\u0073tep":2'),
+        (b'"a\\":1,":0,"a\\":2,":0', b'"a\\":2,":0,"a\\":1,":0'), (b'"share":"', b'"share":"\xc3\xa9'),
+        (b'"records":9,"rule":1e-07', b'"rule":1e-07,"records":9'), (b'"rule":1e-07', b'"rule":12e-07'),
+        (b'"a:1,":0,"a:2,":0', b'"a:2,":0,"a:1,":0'), (b'"digest":"%s"', b'"digest":"%s" '),
+    ],
+)  # fmt: skip
+def test_a_line_like_the_one_before_is_refused_if_it_is_spelled_otherwise(ours: bytes, theirs: bytes) -> None:
+    """Its hash is right, and but for digests and counts Python's parser finds the same in most of them."""
+    share = {"a:1,": 0, "a:2,": 0, 'a":1,': 0, 'a":2,': 0, "share": "x"}
+    sampling = {"digest": 64 * "a", "records": 9, "rule": 1e-7}
+    first, second = (
+        make_entry(index, "open", {"phase": 0, "segment": 0, "share": share, "step": 1 + index, "x": sampling}, GENESIS)
+        for index in (0, 1)
+    )
+    body = second.line[:-1].replace(b'"hash":"%s",' % second.hash.encode(), b"")
+    body = body.replace(b'"previous":"%s"' % GENESIS.encode(), b'"previous":"%s"' % first.hash.encode())
+    if b"%s" in ours:
+        digest = (first.hash if b"previous" in ours else sampling["digest"]).encode()
+        ours, theirs = ours % digest, theirs % digest
+    assert ours in body
+
+    def forged(body: bytes) -> bytes:
+        return b'{"hash":"%s",%s\n' % (hashlib.sha256(body).hexdigest().encode(), body[1:])
+
+    assert len(parsed(first.line + forged(body))) == 2
+    with pytest.raises(LedgerError, match="line 2"):
+        parsed(first.line + forged(body.replace(ours, theirs)))
+
+
 def test_numbers_that_are_not_finite_are_refused() -> None:
     line = b'{"hash":"0","index":0,"kind":"run","previous":"' + GENESIS.encode() + b'","x":NaN}\n'
     with pytest.raises(LedgerError, match="line 1"):

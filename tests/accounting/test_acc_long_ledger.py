@@ -90,7 +90,8 @@ def test_what_a_checkpoint_holds_is_never_replayed(tmp_path: Path) -> None:
 def test_lines_are_encoded_once_and_charges_counted_as_they_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verification was 1,440 processor seconds for 72,000 steps where every question added up all of them."""
+    """Verification was 1,440 processor seconds for 72,000 steps where every question added up all of them. To read a
+    step that differs from the one before in digests and counts alone, nothing is encoded."""
     encoded, charged = [0], [0]
     encode, event = chain._canonical, History._event
     monkeypatch.setattr(chain, "_canonical", lambda value: (encoded.__setitem__(0, encoded[0] + 1), encode(value))[1])
@@ -101,7 +102,7 @@ def test_lines_are_encoded_once_and_charges_counted_as_they_come(
     encoded[0] = 0
     monkeypatch.setattr(History, "_event", lambda *given: (charged.__setitem__(0, charged[0] + 1), event(*given))[1])
     assert verify(tmp_path).opened == 100
-    assert encoded[0] == journal.ledger.length and charged[0] <= 2
+    assert encoded[0] <= 10 and charged[0] <= 2
 
 
 def test_steps_come_one_after_the_other(tmp_path: Path) -> None:

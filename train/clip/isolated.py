@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Self
@@ -258,14 +258,21 @@ def _refuse_rule(*given: Any, **options: Any) -> Any:
 def _checkpoints_isolated(slots: int) -> Iterator[None]:
     """A checkpointed layer runs again in the backward pass, when vmap was left: it must enter it once more.
 
-    torch.utils.checkpoint has no public way to say how a function is run again.
+    torch.utils.checkpoint has no public way to say how a function is run again. What does so takes five settings and
+    then the arguments, or, in newer versions of PyTorch (2.15), a tuple and a dict of arguments and then the settings.
     """
-    plain = checkpoint._checkpoint_without_reentrant_generator
+    newer = hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
+    name = f"_checkpoint_without_reentrant_generator{'_impl' * newer}"
+    plain = getattr(checkpoint, name)
 
-    def isolated(function: Callable[..., Any], *settings_and_args: Any, **kwargs: Any) -> Iterator[None]:
-        settings, args = settings_and_args[:5], settings_and_args[5:]
+    def isolated(function: Callable[..., Any], *given: Any, **named: Any) -> Iterator[None]:
+        args, kwargs = given if newer else (given[5:], named)
+
+        def checkpointed(function: Callable[..., Any], args: Any, kwargs: Any) -> Generator[None, None, None]:
+            return plain(function, args, kwargs, **named) if newer else plain(function, *given[:5], *args, **kwargs)
+
         if not directly():
-            yield from plain(function, *settings, *args, **kwargs)
+            yield from checkpointed(function, args, kwargs)
             return
         flat, form = pytree.tree_flatten((args, kwargs))
         batched = [is_of_records(x) for x in flat]
@@ -282,7 +289,7 @@ def _checkpoints_isolated(slots: int) -> Iterator[None]:
                 function(*args, **kwargs)
 
         whole = [leave(x, slots) if of_records else x for x, of_records in zip(flat, batched, strict=True)]
-        steps = plain(again, *settings, *whole)
+        steps = checkpointed(again, tuple(whole), {})
         with outside():
             next(steps)
         try:
@@ -292,8 +299,8 @@ def _checkpoints_isolated(slots: int) -> Iterator[None]:
         else:
             next(steps, None)
 
-    checkpoint._checkpoint_without_reentrant_generator = isolated
+    setattr(checkpoint, name, isolated)
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = plain
+        setattr(checkpoint, name, plain)

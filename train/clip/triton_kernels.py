@@ -184,8 +184,8 @@ def _scale(value, factors, keep, scaled, elements, MASKED: tl.constexpr, BLOCK: 
     there = place < elements
     factor = tl.load(factors + record).to(tl.float32)
     wanted = there
-    if MASKED:
-        wanted = there & (tl.load(keep + record).to(tl.int32) != 0)
+    if MASKED:  # not `there & …`: Triton 3.9's interpreter spreads one truth value over a block as numbers, no mask
+        wanted = place < tl.where(tl.load(keep + record).to(tl.int32) != 0, elements, 0)
     found = tl.load(value + record * elements + place, mask=wanted, other=0.0).to(tl.float32)
     tl.store(scaled + record * elements + place, (found * factor).to(scaled.dtype.element_ty), mask=there)
 
