@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,9 +101,10 @@ def test_lines_are_encoded_once_and_charges_counted_as_they_come(
     assert encoded[0] == journal.ledger.length
     certified(journal)
     encoded[0] = 0
+    monkeypatch.setattr(chain, "_like", deque(maxlen=2))  # as in a process that has read no other
     monkeypatch.setattr(History, "_event", lambda *given: (charged.__setitem__(0, charged[0] + 1), event(*given))[1])
     assert verify(tmp_path).opened == 100
-    assert encoded[0] <= 10 and charged[0] <= 2
+    assert encoded[0] <= 14 and charged[0] <= 2  # of 200 lines of steps, the first two after each line of another kind
 
 
 def test_steps_come_one_after_the_other(tmp_path: Path) -> None:
