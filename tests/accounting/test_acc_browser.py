@@ -334,6 +334,18 @@ def uncounted(line: dict[str, Any]) -> None:
         line.update(kind="lost", length=1, head="0" * 64, charged=[charge])
 
 
+def rare_and_weak(line: dict[str, Any]) -> None:
+    """The page finds no interval for a million of them."""
+    if line["kind"] == "checkpoint":
+        charge = {"phase": 0, "rate": 0.001, "sigma": 1000.0, "count": 10**6}
+        line.clear()
+        line.update(kind="lost", length=1, head="0" * 64, charged=[charge])
+    if line["kind"] == "plan":
+        line["plan"].update(noise_multiplier=1e9)
+    if "facts" in line:
+        line["facts"]["noise"]["std"] = 1e9
+
+
 def grown_noise(line: dict[str, Any]) -> None:
     """Would be charged as ten times as much."""
     if line["kind"] == "plan":
@@ -414,6 +426,7 @@ FORGERIES: list[tuple[Callable[[Path], None], str]] = [
     (rewrites(other_neighbours), "and not what it clips"),
     (rewrites(phase_as_text), "a line of kind plan that lacks a field, or has a strange one"),
     (rewrites(uncounted), "a line of kind lost that lacks a field, or has a strange one"),
+    (rewrites(rare_and_weak), "is not found closely enough by this page"),
     (rewrites(grown_noise), "a line of kind plan that lacks a field, or has a strange one"),
     (rewrites(small_metric(1e-6, "accuracy", share=0.1)), "a line of kind plan that lacks a field"),
     (rewrites(one_answer_of_a_patient), "metrics that do not go together"),

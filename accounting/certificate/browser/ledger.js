@@ -478,7 +478,9 @@ function merged(events) {
 // ---- What a certificate says, against the ledger. Findings are {state: "holds" | "fails" | "open", text}.
 
 // By how much two accountants may differ, and where both put losses on lattices, besides the interval of this page's.
-const AGREEMENT = 2e-3, ON_LATTICES = 1e-2, WIDEST = 0.1;
+const AGREEMENT = 2e-3, ON_LATTICES = 1e-2;
+// Beyond this, or where it is NaN, an interval says nothing.
+const near = ({ low, high }) => Math.abs(high - low) <= 0.1 * high + 1e-3;
 
 async function judge({ ledger, certificate, signed, files = [] }) {
   const found = [], claim = certificate?.claim ?? {};
@@ -528,7 +530,7 @@ function epsilons(ledger, certificate, say) {
   if (deltas.size > 1) return say("fails", "The ledger has several values of delta, so no single claim can be made.");
   const compare = (name, stated, { low, high }) => {
     const shown = low === high ? high.toFixed(6) : `${low.toFixed(6)} to ${high.toFixed(6)}`;
-    if (!(high - low <= WIDEST * high + 1e-3)) return say(name === "Spent" ? "fails" : "open", `${name}: this page comes no closer than ${shown}; account.py verify can.`);
+    if (!near({ low, high })) return say("open", `${name}: this page comes no closer than ${shown}; account.py verify can.`);
     const room = (low < high ? ON_LATTICES : AGREEMENT) * high + (high - low) + 1e-6;
     if (typeof stated !== "number") say("fails", `${name}: the certificate states no ε, and the ledger has steps.`);
     else if (stated < low * (1 - 1e-6) - 1e-9) say("fails", `${name}: the certificate says ε = ${stated}, and this page finds ${shown}.`);
@@ -536,6 +538,7 @@ function epsilons(ledger, certificate, say) {
     else say("holds", `${name}: ε = ${stated}; computed anew in this page ${shown}.`);
   };
   const events = ledger.events(), spent = epsilonOf(events, delta);
+  if (!near(spent)) throw new Refused("the ε of such steps is not found closely enough by this page; use account.py verify");
   if (!certificate) return say("open", `The steps of the ledger cost ε = ${spent.high.toFixed(6)} at δ = ${delta}, by this page; nothing is claimed.`);
   if (claim.delta !== delta) say("fails", `The certificate says δ = ${claim.delta}, the ledger ${delta}.`);
   compare("Spent", claim.epsilon, spent);
