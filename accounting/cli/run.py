@@ -43,7 +43,7 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         lines.append(verdict.objection)
     unchecked = verdict.unchecked
     lines.append(
-        f"all that is here agrees; not checked: {'; '.join(unchecked)}" if unchecked else "everything was checked"
+        f"what was checked holds; not checked: {'; '.join(unchecked)}" if unchecked else "everything was checked"
     )
     code = DONE if not unchecked else NOT_STRICT if arguments.strict else NOT_ALL_CHECKED
     return {**asdict(verdict), "unchecked": unchecked, "exit_code": code}, "\n".join(map(printable, lines))

@@ -120,13 +120,14 @@ def test_the_number_of_a_line_is_a_whole_one(number: bytes) -> None:
         (b'"kind":"open"', b'"kind":"\\u006fpen"'), (b'"step":2', b'"\\u0073tep":2'),
         (b'"a\\":1,":0,"a\\":2,":0', b'"a\\":2,":0,"a\\":1,":0'), (b'"share":"', b'"share":"\xc3\xa9'),
         (b'"records":9,"rule":1e-07', b'"rule":1e-07,"records":9'), (b'"rule":1e-07', b'"rule":12e-07'),
+        (b'"std":1.5', b'"std":1.50'),
         (b'"a:1,":0,"a:2,":0', b'"a:2,":0,"a:1,":0'), (b'"digest":"%s"', b'"digest":"%s" '),
     ],
 )  # fmt: skip
 def test_a_line_like_the_one_before_is_refused_if_it_is_spelled_otherwise(ours: bytes, theirs: bytes) -> None:
     """Its hash is right, and but for digests and counts Python's parser finds the same in most of them."""
     share = {"a:1,": 0, "a:2,": 0, 'a":1,': 0, 'a":2,': 0, "share": "x"}
-    sampling = {"digest": 64 * "a", "records": 9, "rule": 1e-7}
+    sampling = {"digest": 64 * "a", "records": 9, "rule": 1e-7, "std": 1.5}
     first, second = (
         make_entry(index, "open", {"phase": 0, "segment": 0, "share": share, "step": 1 + index, "x": sampling}, GENESIS)
         for index in (0, 1)

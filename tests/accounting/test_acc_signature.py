@@ -174,7 +174,7 @@ def test_the_exit_code_tells_full_success_from_valid_as_far_as_checked(
         lines = (said.err if code == 5 else said.out).splitlines()
         assert told in ("\n".join(lines) if code in (0, 5) else lines[-1]), lines
         assert code == 5 or lines[-1].startswith(
-            "everything was checked" if code == 0 else "all that is here agrees; not checked: "
+            "everything was checked" if code == 0 else "what was checked holds; not checked: "
         )
 
 

@@ -1,5 +1,5 @@
 // Runs the scripts of a certificate's page in Node: node browser.js SCRIPTS_FOLDER, with jobs as JSON on standard input.
-// {plans: [{events, delta, neighbours}], runs: [folders], change: [text, other text]}: `change` makes a mutant.
+// {plans: [{events, delta, neighbours}], runs: [folders], units: [units of plans], change: [text, other text]}: `change` makes a mutant.
 "use strict";
 const fs = require("node:fs"), path = require("node:path"), { webcrypto } = require("node:crypto");
 
@@ -9,8 +9,8 @@ if (jobs.change) {
   if (script.split(jobs.change[0]).length !== 2) throw new Error(`${jobs.change[0]} does not stand there once`);
   script = script.replace(jobs.change[0], () => jobs.change[1]);
 }
-const { epsilonOf, Ledger, judge, readCertificate, Refused, parseJson, signedText, Token, Sha256 } = new Function("crypto",
-  `${script}; return { epsilonOf, Ledger, judge, readCertificate, Refused, parseJson, signedText, Token, Sha256 };`)(
+const { epsilonOf, Ledger, judge, readCertificate, Refused, parseJson, signedText, Token, Sha256, words } = new Function("crypto",
+  `${script}; return { epsilonOf, Ledger, judge, readCertificate, Refused, parseJson, signedText, Token, Sha256, words };`)(
   jobs.withoutCrypto ? {} : webcrypto);
 
 async function judged(folder) {
@@ -20,7 +20,9 @@ async function judged(folder) {
     const ledger = await new Ledger().read(await open("ledger.jsonl"));
     const files = await Promise.all(names.filter((name) => /^weights.json$|safetensors$/.test(name)).map(open));
     const read = names.includes("certificate.json") ? readCertificate(fs.readFileSync(certificate, "utf8")) : {};
-    return (await judge({ ledger, ...read, files })).map(({ state, text }) => `${state}: ${text}`);
+    const found = await judge({ ledger, ...read, files });
+    if (!Array.isArray(found.curve ?? [])) throw new Error("the page cannot draw such a curve");
+    return found.map(({ state, text }) => `${state}: ${text}`);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     return [`refused: ${error.message}`];
@@ -35,5 +37,5 @@ async function judged(folder) {
     const bytes = new TextEncoder().encode(text);
     return [signedText(parseJson(text, { number: (digits) => new Token(digits) })), new Sha256().update(bytes.subarray(0, 70)).update(bytes.subarray(70)).hex()];
   });
-  console.log(JSON.stringify({ plans, runs, texts }));
+  console.log(JSON.stringify({ plans, runs, texts, units: (jobs.units ?? []).map((each) => words(each)) }));
 })();

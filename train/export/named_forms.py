@@ -144,7 +144,10 @@ def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
     _write_json_of_pixels(finished, out)
     write_weights(entries, finished, out / ADAPTER, metadata)
     program = f'from peft import PeftModel\n{program}model = PeftModel.from_pretrained(base, "DIR").eval()\n'
-    note = "The frozen weights are not in this folder: take those from which the last phase began (BASE, or by name)."
+    note = (
+        "The frozen weights are not in this folder: take those from which the last phase began. If that began from "
+        "others than the library has by this name, or an earlier phase trained them, use the form safetensors instead."
+    )
     return Loading("peft", program, (note,))
 
 

@@ -131,12 +131,74 @@ const bytesOfHex = (hex) => Uint8Array.from(hex.match(/../g) ?? [], (each) => pa
 // ---- A ledger, line by line.
 
 const LONGEST_LINE = 2 ** 24, LARGEST_JSON = 2 ** 26, PIECE = 2 ** 22;
-const KINDS = new Set(["run", "plan", "nonprivate", "tuning", "segment", "open", "commit", "checkpoint", "copied", "lost",
-  "resume", "recovered", "choice", "public", "store", "word", "origin", "earlier", "finish"]);
 // After these a certificate no longer covers its run; after a run was finished, there may be none of `NOT_AFTER`.
 const UNCOVERED = new Set(["open", "commit", "segment", "origin", "lost", "tuning", "choice"]);
 const NOT_AFTER = new Set(["plan", "nonprivate", "origin", "earlier", "public", "store", "word", "segment", "open", "commit", "finish"]);
-const EXACT = "aes-256-ctr-exact", GENERATORS = ["aes-256-ctr", EXACT, "chacha20"], RULES = ["flat", "automatic"];
+const EXACT = "aes-256-ctr-exact";
+
+// What a line of each kind says: exactly these fields, each of its type. JavaScript would compare "1" with 1, count with
+// what is missing, and take 2^53 + 1 for 2^53.
+const whole = Number.isSafeInteger, real = (value) => typeof value === "number", text = (value) => typeof value === "string";
+const flag = (value) => typeof value === "boolean", above = (least) => (value) => real(value) && value > least;
+const free = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const among = (...words) => (value) => words.includes(value), either = (...kinds) => (value) => kinds.some((kind) => kind(value));
+const list = (kind) => (value) => Array.isArray(value) && value.every((each) => kind(each));
+const shape = (fields, optional = {}) => {
+  const known = new Map(Object.entries({ ...fields, ...optional }));
+  return (value) => free(value) && Object.keys(fields).every((key) => Object.hasOwn(value, key))
+    && Object.keys(value).every((key) => known.get(key)?.(value[key]));
+};
+const within = (low, high) => (value) => whole(value) && value >= low && value <= high;
+const sigmas = (value) => value >= 1e-9 && value <= 1e9; // beyond these, squares overflow
+const SAMPLING = either(shape({ kind: among("poisson"), threshold: within(1, 2 ** 32) }),
+  shape({ kind: among("cyclic-poisson"), threshold: within(1, 2 ** 32), parts: within(2, 256) }),
+  shape({ kind: among("allocation"), slots: within(2, 2 ** 20) }));
+const NOISE = either(shape({ kind: among("independent") }), shape({ kind: among("exact"), growth: (value) => value > 0 && value <= 1e-6 }),
+  shape({ kind: among("banded"), rows: (rows) => list(list(real))(rows) && rows.length > 1 && rows.every((row, i) => row.length === i + 1), horizon: whole }));
+const RELEASED = { name: text, bound: above(0), std: above(0) };
+const METRIC = either(shape({ ...RELEASED, name: (name) => text(name) && name !== "accuracy" && name !== "clipped_share" }),
+  shape({ ...RELEASED, name: among("accuracy"), bound: among(1), share: above(0) }),
+  shape({ ...RELEASED, name: among("clipped_share"), bound: among(0.5),
+    rule: shape({ quantile: above(0), learning_rate: above(0), lowest: above(0), highest: above(0) }) }));
+const PLAN = shape({ records: within(1, Infinity), sampling: SAMPLING, clip_norm: above(0), noise_multiplier: above(0), steps: within(1, Infinity),
+  delta: above(0), epsilon_budget: above(0), unit: text, adjacency: text }, { metrics: list(METRIC), stands_for: free,
+  units: shape({ by: text, rows: within(1, Infinity), reduce: among("mean", "sum"), table: text }), noise: NOISE, views: within(1, Infinity) });
+const FACTS = shape({ sampling: shape({ rule: SAMPLING, records: whole, digest: text }),
+  clipping: shape({ rule: among("flat", "automatic"), sensitivity: real }),
+  noise: shape({ std: real, divisor: real, elements: within(1, Infinity), generator: among("aes-256-ctr", EXACT, "chacha20") },
+    { grid: real, correlation: shape({ matrix: text, added: real }) }) },
+  { metrics: list(shape({ name: text, sensitivity: real, std: real }, { grid: real })) });
+const STEP = [{ phase: whole, segment: whole, step: whole, facts: FACTS }, { share: real }];
+const EVENT = { rate: (value) => value > 0 && value <= 1, sigma: sigmas, count: within(0, Infinity) }, SLOTS = { slots: within(1, 2 ** 20) };
+const RUNS = shape({ mean: (value) => value >= 1, shape: either(real, among("poisson")), fixed: flag });
+const LINES = new Map(Object.entries({
+  run: [{ format: text, name: text, key_check: text, debug: flag, versions: free, signer: text, record_digests: text }, { started: text }],
+  plan: [{ phase: whole, name: text, plan: PLAN, method: free }],
+  nonprivate: [{ phase: whole, name: text, public_data: flag, manifest_digest: text }],
+  tuning: [{ statement: text, runs: either(among(null), (runs) => RUNS(runs) && (whole(runs.mean) || !runs.fixed)) }],
+  segment: [{ phase: whole, number: whole, salt: text, config_digest: text, manifest_digest: text, from_step: whole, reason: text, keys: among("ratchet") }],
+  open: STEP, commit: STEP,
+  checkpoint: [{ phase: whole, segment: whole, step: whole, digest: text }],
+  copied: [{ reason: text, id: text }],
+  lost: [{ length: whole, head: text, charged: list(shape({ ...EVENT, phase: whole }, SLOTS)) }],
+  resume: [{ phase: whole, step: whole }], recovered: [{ torn_bytes: whole }], choice: [{ by: text }],
+  public: [{ phase: whole, use: text, digest: text }], store: [{ phase: whole, host: text }], word: [{ what: text }],
+  origin: [{ run: text, id: text, epsilon: real, delta: real, protected: list(text) }, { unit: text }],
+  earlier: [{ digest: text }], finish: [{}],
+}).map(([kind, [fields, optional]]) => [kind, shape({ index: whole, kind: text, previous: text, hash: text, ...fields }, optional)]));
+
+// The unit and its neighbours, in words: those of what is clipped.
+function words(units) {
+  const quoted = (name) => {
+    const mark = name.includes("'") && !name.includes('"') ? '"' : "'", safe = name.replaceAll("\\", "\\\\");
+    return mark + (mark === "'" ? safe.replaceAll("'", "\\'") : safe) + mark;
+  };
+  const noun = units ? "unit" : "record", same = units?.by.startsWith("key:")
+    ? `in whose keys the pattern ${quoted(units.by.slice(4))} finds the same` : `that have the same ${quoted(units?.by ?? "")}`;
+  return { noun, unit: units ? `one unit (all records ${same}; a record without one is a unit of its own)`
+    : "one record (what the data set has as one: an image, an image with its caption, a text, a row)",
+    adjacency: `zero-out: one ${noun} is replaced by a ${noun} that is drawn alike and contributes exactly zero` };
+}
 
 const close = (a, b) => Math.abs(a - b) <= 1e-11 * Math.abs(b);
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
@@ -205,11 +267,12 @@ class Ledger {
 
   take(entry, text) {
     const { kind, phase } = entry;
-    if (!KINDS.has(kind)) throw new Refused(`a line of the unknown kind ${kind}; open it with a newer page`);
+    if (!LINES.has(kind)) throw new Refused(`a line of the unknown kind ${kind}; open it with a newer page`);
     if ((kind === "run") !== (entry.index === 0)) throw new Refused("a ledger begins with one run and has no other");
+    if (kind === "run" && entry.format !== "murmuration-ledger/1") throw new Refused(`the format ${entry.format} is not known to this page`);
     if (this.finished && NOT_AFTER.has(kind)) throw new Refused(`a line of kind ${kind} after the run was finished`);
+    if (!LINES.get(kind)(entry)) throw new Refused(`a line of kind ${kind} that lacks a field, or has a strange one`);
     if (kind === "run") {
-      if (entry.format !== "murmuration-ledger/1") throw new Refused(`the format ${entry.format} is not known to this page`);
       this.run = entry;
     } else if (kind === "plan") this.plan(entry, text);
     else if (kind === "nonprivate") {
@@ -223,7 +286,9 @@ class Ledger {
     else if (kind === "lost") {
       for (const each of entry.charged) {
         if (!this.plans.has(each.phase)) throw new Refused("steps are charged to a phase without a plan");
-        this.lost.push({ rate: each.rate, sigma: each.sigma, count: each.count, slots: each.slots ?? 1 });
+        const { rate, sigma, count, slots = 1 } = each;
+        if (slots > 1 && rate !== 1 / slots) throw new Refused("an epoch at another rate than one in its steps");
+        this.lost.push({ rate, sigma, count, slots });
       }
     } else if (kind === "tuning") this.tunings.push(entry);
     else if (kind === "choice") this.choices++;
@@ -241,19 +306,19 @@ class Ledger {
     plan.parts = sampling.kind === "cyclic-poisson" ? sampling.parts : 1;
     plan.slots = sampling.kind === "allocation" ? sampling.slots : 1;
     plan.rate = plan.slots > 1 ? 1 / plan.slots : sampling.threshold / 2 ** 32;
-    const all = [plan.records, plan.clip_norm, plan.noise_multiplier, plan.steps, plan.delta, plan.epsilon_budget, plan.rate];
-    if (!["poisson", "cyclic-poisson", "allocation"].includes(sampling.kind)) throw new Refused(`the sampling ${sampling.kind} is not known here`);
-    if (!["independent", "exact", "banded", undefined].includes(noise?.kind)) throw new Refused(`the noise ${noise.kind} is not known here`);
-    if (!all.every((each) => typeof each === "number" && each > 0) || plan.rate > 1 || plan.delta * plan.records > 1 + 1e-9) {
-      throw new Refused("the plan's numbers are no private training");
+    const { unit, adjacency } = words(plan.units), [other] = this.plans.values(), names = (plan.metrics ?? []).map((each) => each.name);
+    if (plan.delta * plan.records > 1 + 1e-9 || !sigmas(this.planned(plan))) throw new Refused("the plan's numbers are no private training");
+    if (plan.unit !== unit || plan.adjacency !== adjacency) throw new Refused(`a plan that protects ${plan.unit} and not what it clips`);
+    if (other && other.unit !== unit) throw new Refused("two plans that protect different units, so there is no one claim");
+    if (new Set(names).size < names.length || (names.includes("accuracy") && (plan.units || names.includes("clipped_share")))) {
+      throw new Refused("metrics that do not go together");
     }
-    if (!String(plan.unit).startsWith(plan.units ? "one unit (" : "one record (")) throw new Refused(`a plan that protects ${plan.unit} and not what it clips`);
     if (bands !== plan.parts) throw new Refused("correlated noise whose bands are not the parts that take turns");
     if (bands > 1) {
       if (!(sensitivityOf(noise.rows) <= 1 + 1e-9)) throw new Refused("the matrix of correlated noise hides less than it should");
-      plan.matrix = new Sha256().update(bytesOf(/"rows":(\[\[.*?\]\])/.exec(text)[1])).hex();
+      const { rows } = parseJson(text, { number: (digits) => new Token(digits) }).plan.noise;
+      plan.matrix = new Sha256().update(bytesOf(signedText(rows))).hex();
     }
-    if (noise?.kind === "exact" && !(noise.growth > 0 && noise.growth <= 1e-6)) throw new Refused("a grid of exact noise that is too wide");
     plan.adaptive = (plan.metrics ?? []).find((each) => each.name === "clipped_share")?.rule;
     if (this.steps) this.late.push(phase);
     this.plans.set(phase, plan); this.names.set(phase, name); this.committed.set(phase, 0); this.norms.set(phase, []);
@@ -274,6 +339,11 @@ class Ledger {
     return 1 / Math.sqrt(released.reduce((sum, [moved, std]) => sum + (moved / std) ** 2, 0)) / (1 + (plan.noise?.growth ?? 0));
   }
 
+  planned(plan) {
+    return this.sigma(plan, { clipping: { sensitivity: 1 }, noise: { std: plan.noise_multiplier },
+      metrics: (plan.metrics ?? []).map(({ bound, std }) => ({ sensitivity: bound, std })) });
+  }
+
   open(entry) {
     const segment = this.segments.at(-1), plan = this.plans.get(entry.phase), { facts, step } = entry;
     if (!segment || segment.phase !== entry.phase || segment.number !== entry.segment) throw new Refused("a step outside the current segment");
@@ -292,11 +362,9 @@ class Ledger {
     const { sampling, clipping, noise, metrics = [] } = facts, norm = this.norm(plan, segment, step, clipping.sensitivity);
     if (!same(sampling.rule, plan.sampling)) return "draws its records in another way than its plan says";
     if (sampling.records !== plan.records) return `draws from ${sampling.records} records, not ${plan.records}`;
-    if (!RULES.includes(clipping.rule) || !GENERATORS.includes(noise.generator)) return "clips by a rule, or draws noise from a source, that is unknown here";
     if (norm === null || !close(clipping.sensitivity, norm)) return `clips at ${clipping.sensitivity}, which is not what its plan gives`;
     if (!close(noise.std, plan.noise_multiplier * norm)) return `has noise of ${noise.std}, not ${plan.noise_multiplier * norm}`;
     if (!close(noise.divisor, (plan.rate * plan.records) / plan.parts)) return "is divided by another number than the expected batch";
-    if (!(noise.elements >= 1)) return "has noise on no element";
     if (!same(metrics.map(({ name, sensitivity, std }) => [name, sensitivity, std]),
       (plan.metrics ?? []).map(({ name, bound, std }) => [name, bound, std]))) return "publishes other numbers of its records than its plan says";
     const exact = plan.noise?.kind === "exact";
@@ -333,23 +401,22 @@ class Ledger {
     this.committed.set(entry.phase, Math.max(step, this.committed.get(entry.phase)));
     if (plan.adaptive) {
       const { quantile, learning_rate, lowest, highest } = plan.adaptive, share = Math.min(1, Math.max(0, entry.share));
-      if (typeof entry.share !== "number") throw new Refused(`step ${step} was committed without its share of clipped records`);
+      if (entry.share === undefined) throw new Refused(`step ${step} was committed without its share of clipped records`);
       segment.norms.set(step + 1, Math.min(highest, Math.max(lowest, facts.clipping.sensitivity * Math.exp(learning_rate * (share - 1 + quantile)))));
     }
     if (same(facts, segment.facts)) return;
     const weaker = { ...facts, clipping: { ...facts.clipping, sensitivity: 0 }, noise: { ...facts.noise, std: 0 }, metrics: (facts.metrics ?? []).map((each) => ({ ...each, sensitivity: 0, std: 0 })) };
     const told = segment.facts, announced = { ...told, clipping: { ...told.clipping, sensitivity: 0 }, noise: { ...told.noise, std: 0 }, metrics: (told.metrics ?? []).map((each) => ({ ...each, sensitivity: 0, std: 0 })) };
     const sigma = this.sigma(plan, facts);
-    if (!same(weaker, announced) || !(sigma > 0)) this.faults.push(`step ${step} of phase ${entry.phase} did something else than it had announced`);
+    if (!same(weaker, announced) || !sigmas(sigma)) this.faults.push(`step ${step} of phase ${entry.phase} did something else than it had announced`);
     else this.charge(entry, sigma);
   }
 
   // Each step, or epoch of random allocation, counts once in its segment, with the least noise of its own.
   charge({ phase, segment, step }, sigma) {
     const plan = this.plans.get(phase), turn = plan.slots > 1 ? Math.floor((step - 1) / plan.slots) : step;
-    const planned = this.sigma(plan, { clipping: { sensitivity: 1 }, noise: { std: plan.noise_multiplier },
-      metrics: (plan.metrics ?? []).map(({ bound, std }) => ({ sensitivity: bound, std })) });
-    const exact = close(sigma, planned) ? planned : sigma, name = `${phase} ${segment} ${turn}`;
+    const planned = this.planned(plan), exact = close(sigma, planned) ? planned : sigma;
+    const name = `${phase} ${segment} ${turn}`;
     const last = this.last?.name === name ? this.last : null;
     if (last && last.sigma <= exact) return;
     if (last) last.counts.set(last.part, last.counts.get(last.part) - 1);
@@ -379,6 +446,18 @@ class Ledger {
     return this.plans.size ? null : "no phase of it was private";
   }
 
+  // All steps of all plans, as they were planned; a block or an epoch that was cut counts as whole.
+  plannedEvents() {
+    return merged([...this.plans.values()].map((plan) => ({ rate: plan.rate, sigma: this.planned(plan), slots: plan.slots,
+      count: Math.ceil(plan.steps / Math.max(plan.parts, plan.slots)) })));
+  }
+
+  // Of how many runs this one was chosen, where that number was fixed.
+  times() { return Math.max(1, ...this.tunings.map((each) => (each.runs?.fixed ? each.runs.mean : 1))); }
+
+  // Whether nothing but one epsilon at one delta is proved.
+  onePoint() { return this.late.length > 0 || this.tunings.some((each) => each.runs && !each.runs.fixed); }
+
   // Whether outputs may have decided how long it ran, so that the planned budget is the claim.
   mustClaimBudget() {
     const cut = [...this.plans].some(([phase, plan]) => this.committed.get(phase) < plan.steps
@@ -400,19 +479,24 @@ function merged(events) {
 
 // By how much two accountants may differ, and where both put losses on lattices, besides the interval of this page's.
 const AGREEMENT = 2e-3, ON_LATTICES = 1e-2;
+// Beyond this, or where it is NaN, an interval says nothing.
+const near = ({ low, high }) => Math.abs(high - low) <= 0.1 * high + 1e-3;
 
 async function judge({ ledger, certificate, signed, files = [] }) {
   const found = [], claim = certificate?.claim ?? {};
-  const say = (state, text) => found.push({ state, text });
+  const say = (state, text) => { found.push({ state, text }); };
   say("holds", `${ledger.hashes.length.toLocaleString("en")} lines of the ledger follow one another, and none was changed.`);
   say("holds", `${ledger.steps.toLocaleString("en")} private steps were opened, each as its frozen plan says.`);
   if (certificate === undefined) say("open", "There is no certificate here, so nothing is compared with one.");
   else {
-    const { length, head } = certificate.ledger;
-    if (ledger.hashes[length - 1] !== head) say("fails", "The certificate was written for another ledger, or this one was cut or rewritten.");
+    const { length, head } = certificate.ledger, line = whole(length) ? ledger.hashes[length - 1] : undefined;
+    if (line === undefined || line !== head) say("fails", "The certificate was written for another ledger, or this one was cut or rewritten.");
     else if (ledger.lastUncovered > length) say("fails", "The run went on after the certificate was written, so it no longer covers it.");
     else say("holds", `Line ${length.toLocaleString("en")} of the ledger is the one that the certificate names.`);
     found.push(await signatureOf(certificate, signed, ledger.run.signer));
+    if (typeof claim.private !== "boolean") say("fails", "The certificate does not say whether it claims privacy.");
+    const [{ unit, adjacency }] = [...ledger.plans.values(), words()], own = { run: ledger.run.name, unit, adjacency };
+    for (const [name, value] of Object.entries(own)) if (certificate[name] !== value) say("fails", `The certificate's ${name} is not that of the ledger, ${value}.`);
   }
   const objection = ledger.objection();
   if (objection) say(claim.private === true ? "fails" : "open", `NOT PRIVATE: ${objection}.`);
@@ -420,13 +504,15 @@ async function judge({ ledger, certificate, signed, files = [] }) {
   if (!ledger.plans.size || ledger.faults.length) return found;
   found.curve = epsilons(ledger, certificate, say);
   await weights(certificate, files, say);
-  say("open", "Not in the ledger: that the program did what it reported, that its keys were secret, and that the data are what the run was told.");
+  if (ledger.words.length) say("open", `The ledger has ${ledger.words.length} lines on what no ε covers, or what is so by the owner's word alone: see the known deviations.`);
+  say("open", "Not compared: the certificate's account of its mechanism, phases, dates, deviations, other runs and Gaussian fit; account.py verify does. Not in the ledger: that the program did what it reported, that its keys were secret, and that the data are what the run was told.");
   return found;
 }
 
 async function signatureOf(certificate, signed, signer) {
   const { algorithm, public_key: key, value } = certificate.signature ?? {};
-  if (algorithm !== "Ed25519" || key !== signer) return { state: "fails", text: "The certificate is not signed by the key in the ledger's first line." };
+  if (!/^[0-9a-f]{128}$/.test(value)) return { state: "fails", text: "The certificate carries no signature." };
+  if (algorithm !== "Ed25519" || key !== signer || !/^[0-9a-f]{64}$/.test(key)) return { state: "fails", text: "The certificate is not signed by the key in the ledger's first line." };
   let valid;
   try {
     const imported = await crypto.subtle.importKey("raw", bytesOfHex(key), "Ed25519", false, ["verify"]);
@@ -436,7 +522,7 @@ async function signatureOf(certificate, signed, signer) {
     return { state: "open", text: "The signature: this browser cannot check Ed25519 signatures; use a newer one, or account.py verify." };
   }
   if (!valid) return { state: "fails", text: "The certificate was changed after it was signed." };
-  return { state: "holds", text: `The certificate is signed by the run's key ${key.slice(0, 16)}…; compare it with the one that a log of runs or a witness names.` };
+  return { state: "holds", text: `The certificate is signed by the run's key ${key}; compare it with the one that a log of runs or a witness names.` };
 }
 
 function epsilons(ledger, certificate, say) {
@@ -444,6 +530,7 @@ function epsilons(ledger, certificate, say) {
   if (deltas.size > 1) return say("fails", "The ledger has several values of delta, so no single claim can be made.");
   const compare = (name, stated, { low, high }) => {
     const shown = low === high ? high.toFixed(6) : `${low.toFixed(6)} to ${high.toFixed(6)}`;
+    if (!near({ low, high })) return say("open", `${name}: this page comes no closer than ${shown}; account.py verify can.`);
     const room = (low < high ? ON_LATTICES : AGREEMENT) * high + (high - low) + 1e-6;
     if (typeof stated !== "number") say("fails", `${name}: the certificate states no ε, and the ledger has steps.`);
     else if (stated < low * (1 - 1e-6) - 1e-9) say("fails", `${name}: the certificate says ε = ${stated}, and this page finds ${shown}.`);
@@ -451,55 +538,76 @@ function epsilons(ledger, certificate, say) {
     else say("holds", `${name}: ε = ${stated}; computed anew in this page ${shown}.`);
   };
   const events = ledger.events(), spent = epsilonOf(events, delta);
+  if (!near(spent)) throw new Refused("the ε of such steps is not found closely enough by this page; use account.py verify");
   if (!certificate) return say("open", `The steps of the ledger cost ε = ${spent.high.toFixed(6)} at δ = ${delta}, by this page; nothing is claimed.`);
   if (claim.delta !== delta) say("fails", `The certificate says δ = ${claim.delta}, the ledger ${delta}.`);
   compare("Spent", claim.epsilon, spent);
-  const [{ unit }] = ledger.plans.values(), at = claim.delta_claimed ?? delta;
-  const said = / ?\(([^ ,]+), ([^ )]+)\)-differential privacy for (.*), for everything that this run released$/.exec(claim.statement);
+  const [{ unit }] = ledger.plans.values(), at = delta * (1 + ledger.late.length);
+  if (ledger.late.length ? !close(claim.delta_claimed, at) : "delta_claimed" in claim) say("fails", `The claim is at δ = ${at}, and the certificate claims it at δ = ${claim.delta_claimed}.`);
+  const said = /^\(([\d.e+-]+), ([\d.e+-]+)\)-differential privacy for (.*), for everything that this run released$/.exec(claim.statement);
   if (claim.private && !(said && Number(said[1]) >= claim.epsilon_claimed && Number(said[2]) >= at && said[3] === unit)) {
     say("fails", `The certificate's sentence is not that of its numbers: (${claim.epsilon_claimed}, ${at}) for ${unit}.`);
   }
   const budget = [...ledger.plans.values()].reduce((sum, plan) => sum + plan.epsilon_budget, 0);
   const least = ledger.mustClaimBudget() ? Math.max(budget, spent.low) : spent.low;
-  if (!(claim.epsilon_claimed >= least * (1 - 1e-9))) {
+  if (claim.epsilon_budget !== budget) say("fails", `The certificate says that the budget is ε = ${claim.epsilon_budget}; it is ${budget}.`);
+  if (!(claim.epsilon_rounded_up >= claim.epsilon)) say("fails", "The certificate's rounded ε is below its ε.");
+  if (!(real(claim.epsilon_claimed) && claim.epsilon_claimed >= least * (1 - 1e-9))) {
     say("fails", `The certificate claims ε = ${claim.epsilon_claimed}, below ${least.toFixed(6)}${least === budget ? ", the budget, which it must claim since outputs may have decided how the run went" : ""}.`);
-  } else say("holds", `Claimed: ε = ${claim.epsilon_claimed} at δ = ${claim.delta_claimed ?? delta}, no less than what the ledger asks for.`);
+  } else say("holds", `Claimed: ε = ${claim.epsilon_claimed} at δ = ${at}, no less than what the ledger asks for.`);
   const runs = ledger.tunings.filter((each) => each.runs);
   if (runs.length && runs.every((each) => each.runs.fixed)) {
-    const most = Math.max(...runs.map((each) => each.runs.mean)), all = epsilonOf(events.map((each) => ({ ...each, count: each.count * most })), delta);
+    // Where each of them may have been cut short by its outputs, what they had planned is what they may have spent.
+    const most = ledger.times(), cut = ledger.mustClaimBudget();
+    const [all, planned] = [events, ledger.plannedEvents()].map((one) => epsilonOf(one.map((each) => ({ ...each, count: each.count * most })), delta));
+    if (cut && planned.low > all.low) Object.assign(all, planned);
+    if (cut && ledger.segments.some((each) => each.number > 0)) say("open", "Whether the claim covers all steps that the budget would have allowed in each of several runs.");
     say(claim.epsilon_claimed < all.low * (1 - 1e-9) ? "fails" : "holds", `Chosen among ${most} runs, which together cost ε = ${all.high.toFixed(6)}.`);
   } else if (runs.length) say("open", "The cost of choosing among a random number of runs is not computed in this page.");
-  if (ledger.late.length && !(claim.delta_claimed >= delta * (1 + ledger.late.length) * (1 - 1e-9))) say("fails", "A plan that was declared late adds its own delta, and the certificate leaves it out.");
-  return rows(certificate.limits, ledger, claim, compare, say);
+  return rows(certificate.limits, ledger, { ...claim, at }, compare, say);
 }
 
 // The other rows of a certificate: more records of a person, an exchanged record, other deltas, the trade-off.
 function rows(limits, ledger, claim, compare, say) {
-  if (!limits?.events) return say("open", "Rows for groups, exchanged records and other deltas: this certificate proves none.");
-  const events = merged(limits.events), [{ delta, epsilon_budget: budget }] = ledger.plans.values(), spent = ledger.events();
-  if (!events.every(({ rate, sigma, count, slots }) => rate > 0 && rate <= 1 && sigma > 0 && count > 0 && slots >= 1)
-    || limits.delta !== (claim.delta_claimed ?? delta)) return say("fails", "The certificate's limits are of no private training.");
-  for (const each of spent) {
-    const stated = events.find((event) => event.rate === each.rate && close(event.sigma, each.sigma) && event.slots === each.slots);
-    if (!stated || stated.count < each.count) return say("fails", "The certificate's limits leave out steps that the ledger charges.");
+  if (!limits || limits.events === null) return say(ledger.onePoint() ? "open" : "fails", "Limits, and rows for groups, exchanged records and other deltas, are not stated by the steps that they are of.");
+  if (!list(shape(EVENT, SLOTS))(limits.events) || limits.delta !== claim.at || !list(shape({ false_alarms: real, at_most: real }))(limits.true_positives)) {
+    return say("fails", "The certificate's limits are of no private training.");
   }
+  if (ledger.onePoint()) return say("fails", "The certificate states limits, and nothing but its ε and δ is proved.");
+  const events = merged(limits.events), [{ delta, epsilon_budget: budget }] = ledger.plans.values(), runs = ledger.times();
+  // Each step that is charged needs one of its own among those that are stated, and no stated one is of another kind.
+  const left = events.map((each) => ({ ...each })), charged = ledger.events(), alike = (a, b) => a.rate === b.rate && close(a.sigma, b.sigma) && a.slots === b.slots;
+  for (const { count, ...each } of charged) {
+    let lacking = count * runs;
+    for (const stated of left.filter((event) => alike(event, each))) {
+      const taken = Math.min(lacking, stated.count);
+      lacking -= taken; stated.count -= taken;
+    }
+    if (lacking) return say("fails", "The certificate's limits leave out steps that the ledger charges.");
+  }
+  if (!events.every((event) => [...charged, ...ledger.plannedEvents()].some((each) => alike(event, each)))) return say("fails", "The certificate's limits are of steps that this run has not.");
   if (ledger.mustClaimBudget()) {
     if (ledger.plans.size > 1) say("open", "Whether the limits are of all steps that the budgets of several phases would have allowed.");
-    else if (epsilonOf(events, delta).high < budget * (1 - AGREEMENT)) return say("fails", "The certificate's limits leave out steps that its budget would have allowed.");
+    else if (epsilonOf(events.map((each) => ({ ...each, count: each.count / runs })), delta).high < budget * (1 - AGREEMENT)) return say("fails", "The certificate's limits leave out steps that its budget would have allowed.");
   }
   const plain = events.every((event) => event.slots === 1);
   for (const { epsilon, reason, ...whose } of limits.groups) {
     const [[noun, k]] = Object.entries(whose);
+    if (noun !== `${words([...ledger.plans.values()][0].units).noun}s` || !within(1, 1000)(k)) return say("fails", `The certificate has a row for ${k} ${noun}.`);
     if (epsilon !== null && plain) compare(`${k} ${noun} of one person`, epsilon, epsilonOf(events, limits.delta, { group: k }));
     else if (epsilon !== null) say("fails", "A row for several records where nothing is proved for them.");
   }
   if (limits.replacement.epsilon !== null && plain) compare("An exchanged record", limits.replacement.epsilon, epsilonOf(events, limits.delta, "replacement"));
   for (const { delta: other, epsilon } of limits.other_deltas) {
+    if (!(other > 0 && other < 1)) return say("fails", `The certificate has a row for δ = ${other}.`);
     if (epsilon !== null) compare(`At δ = ${other}`, epsilon, epsilonOf(events, other));
   }
   const alarms = limits.true_positives.map((each) => each.false_alarms);
-  if (!alarms.every((each) => each > 0 && each < 1)) return say("fails", "The certificate's shares of false alarms are no shares.");
+  if (!alarms.length || !alarms.every((each) => each > 0 && each < 1)) return say("fails", "The certificate's shares of false alarms are no shares.");
   const found = powers(events, alarms);
+  if (!(limits.best_guess >= Math.max(0.5, ...alarms.map((alpha, k) => (1 + found[k] - alpha) / 2)) * (1 - AGREEMENT))) {
+    say("fails", `The certificate says that at most ${limits.best_guess} of all guesses are right, less than what its steps allow.`);
+  }
   const wrong = alarms.findIndex((_, k) => !(limits.true_positives[k].at_most >= found[k] * (1 - AGREEMENT)));
   if (wrong < 0) say("holds", `The limits of every attack, at ${found.length} shares of false alarms.`);
   else {
@@ -512,9 +620,10 @@ function rows(limits, ledger, claim, compare, say) {
 async function weights(certificate, files, say) {
   const certified = certificate?.weights ?? [], given = files.filter((file) => file.name.endsWith(".safetensors"));
   if (!certified.length) { if (given.length) say("open", "Weights: the certificate names none."); return; }
-  const list = files.find((file) => file.name === "weights.json");
-  if (!list) return say("open", `Weights: drop weights.json${given.length ? "" : " and the exported files"} here, too.`);
-  const lists = parseJson(await list.text());
+  const beside = files.find((file) => file.name === "weights.json");
+  if (!beside) return say("open", `Weights: drop weights.json${given.length ? "" : " and the exported files"} here, too.`);
+  const lists = parseJson(await beside.text());
+  if (Object.keys(lists).length !== certified.length) return say("fails", "weights.json has other lists than those that were certified.");
   for (const { phase, step, sha256 } of certified) {
     const name = `phase${String(phase).padStart(2, "0")}-step${String(step).padStart(8, "0")}`, tensors = lists[name] ?? {};
     if (new Sha256().update(bytesOf(signedText(tensors))).hex() !== sha256) return say("fails", `weights.json is not the one that was certified for ${name}.`);
@@ -532,6 +641,10 @@ async function unlike(file, lists, prefix) {
   const size = Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
   if (!(size <= 100 * 2 ** 20)) throw new Refused(`${file.name} is not a safetensors file`);
   const header = parseJson(await file.slice(8, 8 + size).text()), left = lists.map(() => null);
+  const ends = Object.entries(header).filter(([key]) => key !== "__metadata__").map(([, each]) => each.data_offsets).sort(([a, b], [c, d]) => a - c || b - d);
+  if (!ends.length || ends.some(([from, to], k) => from !== (k ? ends[k - 1][1] : 0) || !(to >= from)) || file.size !== 8 + size + ends.at(-1)[1]) {
+    throw new Refused(`${file.name} has bytes that belong to no tensor`);
+  }
   for (const [name, { dtype, shape, data_offsets: [from, to] }] of Object.entries(header).filter(([key]) => key !== "__metadata__")) {
     const hash = new Sha256().update(bytesOf(`${dtype} [${shape.join(", ")}]\n`));
     for (let at = from; at < to; at += PIECE) hash.update(new Uint8Array(await file.slice(8 + size + at, 8 + size + Math.min(to, at + PIECE)).arrayBuffer()));

@@ -39,7 +39,7 @@ async function check(files) {
     const findings = await judge({ ledger, ...certificate, files });
     const count = (state) => findings.filter((each) => each.state === state).length, wrong = findings.find((each) => each.state === "fails");
     if (wrong) told("fails", `This does not hold. ${wrong.text}`, findings);
-    else if (!certificate.certificate?.claim.private) told("open", "Nothing is claimed here.", findings);
+    else if (certificate.certificate?.claim.private !== true) told("open", "Nothing is claimed here.", findings);
     else if (findings.some((each) => each.state === "open" && each.text.startsWith("The signature"))) told("open", "What could be checked holds, but not who signed it.", findings);
     else told("holds", `What this page could check holds: ${certificate.certificate.claim.statement}. Not checked: ${count("open")}, below.`, findings);
     if (findings.curve) draw(findings.curve);
