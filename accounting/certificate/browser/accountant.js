@@ -12,7 +12,8 @@
 // Both the means inside K and this integral are sums by the trapezoidal rule, whose error for such functions falls
 // exponentially: with a period W it adds delta(epsilon + mW) exp(cmW) for every m but 0, which is bounded below 1e-9 of
 // delta. Where the integrand falls too slowly (few steps, or rare draws), losses are convolved on a lattice instead,
-// once rounded up and once down. So each answer is an interval [low, high].
+// once rounded up and once down. So each answer is an interval [low, high], but for what the sums inside a cell of that
+// lattice leave out: below 1e-5 of it, by the bounds that accounting/epsilon proves (tests/accounting/test_acc_browser.py).
 
 const NEGLIGIBLE = 1e-10; // share of delta up to which sums are cut
 const MOST_WORK = 2e7; // points of both integrals together, about a second, beyond which the lattice takes over
