@@ -12,12 +12,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
-HEAD = """# Results on real pictures
+HEAD = """# Results on real images
 
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
 
-What private training reaches here on pictures that nobody drew, by the command above each table. A mean has the
-deviation over its runs, each with keys and initial weights of its own.
+What private training reaches on real images, each table with the command that made it. Means are over runs with their
+own keys and initial weights; ± is their standard deviation.
 """
 
 
