@@ -478,7 +478,7 @@ function merged(events) {
 // ---- What a certificate says, against the ledger. Findings are {state: "holds" | "fails" | "open", text}.
 
 // By how much two accountants may differ, and where both put losses on lattices, besides the interval of this page's.
-const AGREEMENT = 2e-3, ON_LATTICES = 1e-2;
+const AGREEMENT = 2e-3, ON_LATTICES = 5e-2;
 // Beyond this, or where it is NaN, an interval says nothing.
 const near = ({ low, high }) => Math.abs(high - low) <= 0.1 * high + 1e-3;
 
