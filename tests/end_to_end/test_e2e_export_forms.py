@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from murmuration.launch import use
 from murmuration.model.released import load_dpcap, load_vip_mae
 from murmuration.model.weight_files import read_weights
 from murmuration.train.commands import export
+from tests.support import forking
 from tests.support.evaluation_world import class_folders, class_list, shards, tokenizer
 from tests.support.foreign_models import ENCODER, TIMM_TOYS
 from tests.support.launching import ROOT, Launch
@@ -162,16 +162,12 @@ def test_an_encoder_of_timm_with_adapters_after_an_export_that_was_killed(
     code, output = job.run()
     assert code == 0, output
 
-    def killed(*_: object) -> None:
-        os._exit(9)
-
-    monkeypatch.setattr("murmuration.train.export.export.write_card", killed)
-    child = os.fork()
-    if not child:
-        exported(monkeypatch, run_dir, tmp_path / "timm", "--form", "timm")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and (tmp_path / "timm").is_dir()
-    monkeypatch.undo()
+    program = (
+        "import os\nfrom murmuration.train.commands.export import main\nfrom murmuration.train.export import export\n"
+        "export.write_card = lambda *given: os._exit(9)\nmain()"
+    )
+    arguments = (str(run_dir), str(tmp_path / "timm"), "--form", "timm")
+    assert forking.run([sys.executable, "-c", program, *arguments]).returncode == 9 and (tmp_path / "timm").is_dir()
     model = murmuration.load(run_dir)
     images = model.see(sorted((tmp_path / "public").rglob("*.png"))[:6])
     for form in ("timm", "peft"):
