@@ -304,7 +304,7 @@ def test_a_name_cannot_write_a_verdict_of_its_own_on_the_screen(tmp_path: Path) 
     rewritten(tmp_path, rename)
     honest = here(f"verify {tmp_path}")
     assert honest.returncode == 7 and r"x\n\x1b[2J" in honest.stdout
-    assert [line[:9] for line in honest.stdout.splitlines()] == ["ledger of", "ε = 0.165", "there is ", "all that "]
+    assert [line[:9] for line in honest.stdout.splitlines()] == ["ledger of", "ε = 0.165", "there is ", "what was "]
 
     def publish(fields: dict) -> None:
         if fields["kind"] == "finish":
