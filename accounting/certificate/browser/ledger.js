@@ -504,7 +504,7 @@ async function judge({ ledger, certificate, signed, files = [] }) {
   if (!ledger.plans.size || ledger.faults.length) return found;
   found.curve = epsilons(ledger, certificate, say);
   await weights(certificate, files, say);
-  if (ledger.words.length) say("open", `The ledger has ${ledger.words.length} lines on what no ε covers, or what is so by the owner's word alone: see the known deviations.`);
+  if (ledger.words.length) say("open", `Lines of the ledger on what no ε covers, or on what is so by the owner's word alone: ${ledger.words.length}; see the known deviations.`);
   say("open", "Not compared: the certificate's account of its mechanism, phases, dates, deviations, other runs and Gaussian fit; account.py verify does. Not in the ledger: that the program did what it reported, that its keys were secret, and that the data are what the run was told.");
   return found;
 }
