@@ -26,6 +26,7 @@ from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey
+from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 from tests.accounting.test_acc_adaptive import ADAPTIVE, trained
 from tests.accounting.test_acc_sentences import PATIENT, WHOLE, WORLDS, begun
@@ -492,6 +493,20 @@ def test_a_unit_has_the_words_that_python_gives_it() -> None:
     found = in_browser(units=[asdict(unit) for unit in units] + [None])["units"]
     for unit, said in zip([*units, None], found, strict=True):
         assert (said["unit"], said["adjacency"]) == (unit_in_words(unit), adjacency_in_words(unit))
+
+
+def test_an_epsilon_within_a_wide_interval_is_not_said_to_hold(tmp_path: Path) -> None:
+    """Where draws are rare: lowered by two hundredths it lies in the page's interval still."""
+    rare = replace(WHOLE, records=2000, sampling=Poisson(2**32 // 1600), noise_multiplier=0.62, steps=800, delta=1e-5)
+    said = []
+    for name, factor in (("honest", 1.0), ("lowered", 0.98), ("far too low", 0.7)):
+        journal = begun(tmp_path / name, rare, 800)
+        document = certified(journal)
+        document["claim"]["epsilon"] *= factor
+        (tmp_path / name / "certificate.json").write_text(json.dumps(signed(document, KEY)))
+        (lines,) = in_browser(runs=[str(tmp_path / name)])["runs"]
+        said += [line.partition(":")[0] for line in lines if ": Spent: " in line]
+    assert said == ["holds", "open, decisive", "fails"]
 
 
 def test_texts_are_signed_and_hashed_as_python_does() -> None:

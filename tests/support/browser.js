@@ -22,7 +22,7 @@ async function judged(folder) {
     const read = names.includes("certificate.json") ? readCertificate(fs.readFileSync(certificate, "utf8")) : {};
     const found = await judge({ ledger, ...read, files });
     if (!Array.isArray(found.curve ?? [])) throw new Error("the page cannot draw such a curve");
-    return found.map(({ state, text }) => `${state}: ${text}`);
+    return found.map(({ state, text, decisive }) => `${state}${state === "open" && decisive ? ", decisive" : ""}: ${text}`);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     return [`refused: ${error.message}`];

@@ -16,7 +16,7 @@
 // lattice leave out: below 1e-5 of it, by the bounds that accounting/epsilon proves (tests/accounting/test_acc_browser.py).
 
 const NEGLIGIBLE = 1e-10; // share of delta up to which sums are cut
-const MOST_WORK = 2e7; // points of both integrals together, about a second, beyond which the lattice takes over
+const MOST_WORK = 2e7; // points of both integrals together, beyond which the lattice takes over
 const MOST_TILT = 1024; // of c
 const MOST_NODES = 5e5; // of a step's output, on that lattice
 const CELLS = 2 ** 18; // of that lattice
@@ -359,22 +359,22 @@ function epsilonOf(events, delta, neighbours = "record") {
 }
 
 // The largest share of true members that any test finds at each share of false alarms: the least that follows from delta
-// at some epsilon, which is searched.
-function powers(events, alarms) {
+// at some epsilon, which is searched. `sharp`: no lattice was needed, so that rounding up finds the same.
+function powers(events, alarms, roundedUp = false) {
   const lattice = [null, null], known = new Map();
   const delta = (epsilon) => {
     if (!known.has(epsilon)) known.set(epsilon, Math.max(0, ...[false, true].map((backward, i) => {
       if (!lattice[i]) {
         const [down, up] = between(events, "record", backward, { epsilon: Math.max(epsilon, 1e-6) });
         if (down === up) return up(epsilon);
-        lattice[i] = down;
+        lattice[i] = roundedUp ? up : down;
       }
       return lattice[i](epsilon);
     })));
     return known.get(epsilon);
   };
   const most = epsilonOf(events, Math.min(...alarms) / 10).high || 1;
-  return alarms.map((alpha) => {
+  const all = alarms.map((alpha) => {
     const found = (epsilon) => Math.min(Math.exp(Math.min(epsilon, 700)) * alpha + delta(epsilon),
       1 - Math.exp(-epsilon) * (1 - alpha - delta(epsilon)));
     let best = 0, width = most / 16;
@@ -385,4 +385,5 @@ function powers(events, alarms) {
     }
     return Math.min(1, found(best));
   });
+  return Object.assign(all, { sharp: !lattice[0] && !lattice[1] });
 }

@@ -475,16 +475,20 @@ function merged(events) {
   return [...found.values()].filter((each) => each.count > 0);
 }
 
-// ---- What a certificate says, against the ledger. Findings are {state: "holds" | "fails" | "open", text}.
+// ---- What a certificate says, against the ledger. Findings are {state: "holds" | "fails" | "open", text, decisive}:
+// without what is decisive, a page must not say that a claim holds.
 
 // By how much two accountants may differ, and where both put losses on lattices, besides the interval of this page's.
 const AGREEMENT = 2e-3, ON_LATTICES = 5e-2;
 // Beyond this, or where it is NaN, an interval says nothing.
 const near = ({ low, high }) => Math.abs(high - low) <= 0.1 * high + 1e-3;
+// An ε is too low if it is below the interval, and no less than what is true if it is at its end. Between them, this
+// page cannot tell.
+const verdict = (stated, { low, high }) => (!(stated >= low * (1 - 1e-6) - 1e-9) ? "fails" : stated < high * (1 - AGREEMENT) ? "open" : "holds");
 
 async function judge({ ledger, certificate, signed, files = [] }) {
   const found = [], claim = certificate?.claim ?? {};
-  const say = (state, text) => { found.push({ state, text }); };
+  const say = (state, text, decisive = false) => { found.push({ state, text, decisive }); };
   say("holds", `${ledger.hashes.length.toLocaleString("en")} lines of the ledger follow one another, and none was changed.`);
   say("holds", `${ledger.steps.toLocaleString("en")} private steps were opened, each as its frozen plan says.`);
   if (certificate === undefined) say("open", "There is no certificate here, so nothing is compared with one.");
@@ -519,7 +523,7 @@ async function signatureOf(certificate, signed, signer) {
     const { signature, ...rest } = signed;
     valid = await crypto.subtle.verify("Ed25519", imported, bytesOfHex(value), bytesOf(signedText(rest)));
   } catch {
-    return { state: "open", text: "The signature: this browser cannot check Ed25519 signatures; use a newer one, or account.py verify." };
+    return { state: "open", decisive: true, text: "The signature: this browser cannot check Ed25519 signatures; use a newer one, or account.py verify." };
   }
   if (!valid) return { state: "fails", text: "The certificate was changed after it was signed." };
   return { state: "holds", text: `The certificate is signed by the run's key ${key}; compare it with the one that a log of runs or a witness names.` };
@@ -528,20 +532,20 @@ async function signatureOf(certificate, signed, signer) {
 function epsilons(ledger, certificate, say) {
   const deltas = new Set([...ledger.plans.values()].map((plan) => plan.delta)), [delta] = deltas, claim = certificate?.claim;
   if (deltas.size > 1) return say("fails", "The ledger has several values of delta, so no single claim can be made.");
-  const compare = (name, stated, { low, high }) => {
+  const compare = (name, stated, { low, high }, decisive = false) => {
     const shown = low === high ? high.toFixed(6) : `${low.toFixed(6)} to ${high.toFixed(6)}`;
     if (!near({ low, high })) return say("open", `${name}: this page comes no closer than ${shown}; account.py verify can.`);
     const room = (low < high ? ON_LATTICES : AGREEMENT) * high + (high - low) + 1e-6;
     if (typeof stated !== "number") say("fails", `${name}: the certificate states no ε, and the ledger has steps.`);
-    else if (stated < low * (1 - 1e-6) - 1e-9) say("fails", `${name}: the certificate says ε = ${stated}, and this page finds ${shown}.`);
+    else if (verdict(stated, { low, high }) === "fails") say("fails", `${name}: the certificate says ε = ${stated}, and this page finds ${shown}.`);
     else if (stated > high + room) say("fails", `${name}: the certificate says ε = ${stated}, above what this page finds, ${shown}: it is of another run.`);
-    else say("holds", `${name}: ε = ${stated}; computed anew in this page ${shown}.`);
+    else say(verdict(stated, { low, high }), `${name}: ε = ${stated}; computed anew in this page ${shown}.`, decisive);
   };
   const events = ledger.events(), spent = epsilonOf(events, delta);
   if (!near(spent)) throw new Refused("the ε of such steps is not found closely enough by this page; use account.py verify");
   if (!certificate) return say("open", `The steps of the ledger cost ε = ${spent.high.toFixed(6)} at δ = ${delta}, by this page; nothing is claimed.`);
   if (claim.delta !== delta) say("fails", `The certificate says δ = ${claim.delta}, the ledger ${delta}.`);
-  compare("Spent", claim.epsilon, spent);
+  compare("Spent", claim.epsilon, spent, true);
   const [{ unit }] = ledger.plans.values(), at = delta * (1 + ledger.late.length);
   if (ledger.late.length ? !close(claim.delta_claimed, at) : "delta_claimed" in claim) say("fails", `The claim is at δ = ${at}, and the certificate claims it at δ = ${claim.delta_claimed}.`);
   const said = /^\(([\d.e+-]+), ([\d.e+-]+)\)-differential privacy for (.*), for everything that this run released$/.exec(claim.statement);
@@ -549,21 +553,22 @@ function epsilons(ledger, certificate, say) {
     say("fails", `The certificate's sentence is not that of its numbers: (${claim.epsilon_claimed}, ${at}) for ${unit}.`);
   }
   const budget = [...ledger.plans.values()].reduce((sum, plan) => sum + plan.epsilon_budget, 0);
-  const least = ledger.mustClaimBudget() ? Math.max(budget, spent.low) : spent.low;
+  const low = ledger.mustClaimBudget() ? Math.max(budget, spent.low) : spent.low, asked = { low, high: Math.max(low, spent.high) };
+  const claimed = verdict(real(claim.epsilon_claimed) ? claim.epsilon_claimed : NaN, asked);
   if (claim.epsilon_budget !== budget) say("fails", `The certificate says that the budget is ε = ${claim.epsilon_budget}; it is ${budget}.`);
   if (!(claim.epsilon_rounded_up >= claim.epsilon)) say("fails", "The certificate's rounded ε is below its ε.");
-  if (!(real(claim.epsilon_claimed) && claim.epsilon_claimed >= least * (1 - 1e-9))) {
-    say("fails", `The certificate claims ε = ${claim.epsilon_claimed}, below ${least.toFixed(6)}${least === budget ? ", the budget, which it must claim since outputs may have decided how the run went" : ""}.`);
-  } else say("holds", `Claimed: ε = ${claim.epsilon_claimed} at δ = ${at}, no less than what the ledger asks for.`);
+  if (claimed === "fails") {
+    say("fails", `The certificate claims ε = ${claim.epsilon_claimed}, below ${low.toFixed(6)}${low === budget ? ", the budget, which it must claim since outputs may have decided how the run went" : ""}.`);
+  } else say(claimed, `Claimed: ε = ${claim.epsilon_claimed} at δ = ${at}; the ledger asks for ${asked.high.toFixed(6)} at most.`, true);
   const runs = ledger.tunings.filter((each) => each.runs);
   if (runs.length && runs.every((each) => each.runs.fixed)) {
     // Where each of them may have been cut short by its outputs, what they had planned is what they may have spent.
     const most = ledger.times(), cut = ledger.mustClaimBudget();
     const [all, planned] = [events, ledger.plannedEvents()].map((one) => epsilonOf(one.map((each) => ({ ...each, count: each.count * most })), delta));
     if (cut && planned.low > all.low) Object.assign(all, planned);
-    if (cut && ledger.segments.some((each) => each.number > 0)) say("open", "Whether the claim covers all steps that the budget would have allowed in each of several runs.");
-    say(claim.epsilon_claimed < all.low * (1 - 1e-9) ? "fails" : "holds", `Chosen among ${most} runs, which together cost ε = ${all.high.toFixed(6)}.`);
-  } else if (runs.length) say("open", "The cost of choosing among a random number of runs is not computed in this page.");
+    if (cut && ledger.segments.some((each) => each.number > 0)) say("open", "Whether the claim covers all steps that the budget would have allowed in each of several runs.", true);
+    say(verdict(claim.epsilon_claimed, all), `Chosen among ${most} runs, which together cost ε = ${all.high.toFixed(6)}.`, true);
+  } else if (runs.length) say("open", "The cost of choosing among a random number of runs is not computed in this page.", true);
   return rows(certificate.limits, ledger, { ...claim, at }, compare, say);
 }
 
@@ -609,7 +614,8 @@ function rows(limits, ledger, claim, compare, say) {
     say("fails", `The certificate says that at most ${limits.best_guess} of all guesses are right, less than what its steps allow.`);
   }
   const wrong = alarms.findIndex((_, k) => !(limits.true_positives[k].at_most >= found[k] * (1 - AGREEMENT)));
-  if (wrong < 0) say("holds", `The limits of every attack, at ${found.length} shares of false alarms.`);
+  const most = found.sharp ? found : powers(events, alarms, true), sure = alarms.every((_, k) => limits.true_positives[k].at_most >= most[k] * (1 - AGREEMENT));
+  if (wrong < 0) say(sure ? "holds" : "open", `The limits of every attack, at ${found.length} shares of false alarms.`);
   else {
     say("fails", `At ${alarms[wrong]} false alarms the certificate says that at most ${limits.true_positives[wrong].at_most} of the true members are found; this page finds ${found[wrong]}.`);
   }

@@ -38,9 +38,10 @@ async function check(files) {
     await new Promise((go) => setTimeout(go, 30));
     const findings = await judge({ ledger, ...certificate, files });
     const count = (state) => findings.filter((each) => each.state === state).length, wrong = findings.find((each) => each.state === "fails");
+    const lacking = findings.find((each) => each.state === "open" && each.decisive);
     if (wrong) told("fails", `This does not hold. ${wrong.text}`, findings);
     else if (certificate.certificate?.claim.private !== true) told("open", "Nothing is claimed here.", findings);
-    else if (findings.some((each) => each.state === "open" && each.text.startsWith("The signature"))) told("open", "What could be checked holds, but not who signed it.", findings);
+    else if (lacking) told("open", `What could be checked holds, but that is not all that the claim needs. Not checked: ${lacking.text}`, findings);
     else told("holds", `What this page could check holds: ${certificate.certificate.claim.statement}. Not checked: ${count("open")}, below.`, findings);
     if (findings.curve) draw(findings.curve);
   } catch (error) {
