@@ -25,7 +25,11 @@ def told(code: str) -> dict[str, Any]:
 
 @LINUX
 def test_memory_that_was_freed_serves_the_next_allocation() -> None:
-    """By default, the kernel maps and clears its 16,384 pages each time."""
+    """By default, the kernel maps and clears its 16,384 pages each time.
+
+    Not from the first time on: a block is cut to its alignment, and glibc's cache of small pieces may take what was
+    cut off, which leaves a hole that is a few bytes short for the next. That cache is full after seven of each size.
+    """
     found = told(
         "import json, resource, torch\n"
         "from murmuration.train.distributed.process import describe_process\n"
@@ -35,7 +39,7 @@ def test_memory_that_was_freed_serves_the_next_allocation() -> None:
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "given_back = min(faults() for _ in range(8))\n"
         "describe_process()\n"
-        "print(json.dumps({'given back': given_back, 'kept': min(faults() for _ in range(8))}))\n"
+        "print(json.dumps({'given back': given_back, 'kept': min(faults() for _ in range(40))}))\n"
     )
     if found["given back"] < 16_000:
         pytest.skip("this system's allocator keeps what was freed by itself")
