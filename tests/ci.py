@@ -99,7 +99,7 @@ def commit_number() -> int:
 def run(targets: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
     """The exit code of make, whose output is passed on, and the closing lines of pytest."""
     closing: list[str] = []
-    command = ["make", *targets]
+    command = ["make", "--keep-going", *targets]  # what failed hides no other failure
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         for raw in process.stdout:
@@ -131,24 +131,20 @@ def main() -> int:
     times.write_text("")
     # Workers for the cores that may be used: pytest-xdist counts those of the machine.
     env = {**os.environ, "TEST_TIMES": str(times), "PYTEST_XDIST_AUTO_NUM_WORKERS": str(min(cores, 8))}
-    ran: list[str] = []
     closing: list[str] = []
-    code = 0
+    failed: list[str] = []
     for targets in plan.steps():
         if plan.shares > 1 and targets != ["test"]:
             env["TEST_SHARE"] = f"{plan.share}/{plan.shares}"
         code, lines = run(targets, env)
         closing += lines
-        ran += targets
-        if code:
-            break
+        failed += targets if code else []
     for line in Times.of_lines(times.read_text().splitlines(), own).doubled(table):
         print(f"doubled: {line}")
-    unreached = [target for targets in plan.steps() for target in targets if target not in ran]
-    ended = f"failed in make {' '.join(targets)}" if code else "all passed"
-    not_run = "; ".join([*(f"make {target}, after the failure" for target in unreached), plan.left_out()])
-    print(f"{ended}: {counted(closing)}. Ran: make {' '.join(ran)}. Not run: {not_run}.", flush=True)
-    return 1 if code else 0
+    ended = f"failed in make {' '.join(failed)}" if failed else "all passed"
+    ran = " ".join(target for targets in plan.steps() for target in targets)
+    print(f"{ended}: {counted(closing)}. Ran: make {ran}. Not run: {plan.left_out()}.", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
