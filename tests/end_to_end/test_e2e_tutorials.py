@@ -161,3 +161,12 @@ def test_an_own_loop_learns_and_its_notebook_is_the_same_program(tmp_path: Path)
     (command,) = (cell.removeprefix("!") for cell in cells if cell.startswith("!"))
     assert command == "python -m murmuration account verify runs/own"
     assert str(verify(tmp_path / "runs" / "own").epsilon)[:5] in run(tmp_path, command, environ)
+
+
+def test_a_program_for_opacus_and_ours_keep_the_same_budget_and_learn_the_same(tmp_path: Path) -> None:
+    program = "torch.manual_seed(1)\n".join(text for _, text in blocks("from_opacus.md", {}))
+    said = run(tmp_path, [sys.executable, "-c", program], environment() | {"PYTHONPATH": str(ROOT)})
+    found = re.findall(r"^(Opacus|Murmuration): ε = (\S+), accuracy (\S+)$", said, re.MULTILINE)
+    assert [name for name, *_ in found] == ["Opacus", "Murmuration"]
+    for _, epsilon, accuracy in found:
+        assert 3.9 < float(epsilon) <= 4 and float(accuracy) > 0.8, "chance is a quarter"
