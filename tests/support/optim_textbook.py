@@ -108,35 +108,30 @@ def textbook(
     """One parameter at a time, fp64, as the papers write it."""
     weights = {name: tensor.double().clone() for name, tensor in (start or initial()).items()}
     b1, b2 = o.get("betas", (0.9, 0.999))
-    eps, momentum, correct = o.get("eps", 1e-8), o.get("momentum", 0.9), o.get("bias_correction", True)
+    eps, momentum = o.get("eps", 1e-8), o.get("momentum", 0.9)
     for name, w in weights.items():
         m, v, velocity = torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w)
         for t in range(1, steps + 1):
             g, lr, wd = gradient(t, name).double(), rate(t) * factor(name), decay(name)
             if kind in ("AdamW", "LAMB"):
                 m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-                m_hat, v_hat = (m / (1 - b1**t), v / (1 - b2**t)) if correct else (m, v)
+                m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
                 if "noise_floor" in o:
-                    noise = o["noise"] ** 2 * (1 if correct else 1 - b2**t)
-                    r = m_hat / torch.maximum(v_hat - noise, torch.tensor(o["noise_floor"]).double()).sqrt()
+                    r = m_hat / torch.maximum(v_hat - o["noise"] ** 2, torch.tensor(o["noise_floor"]).double()).sqrt()
                 else:
                     r = m_hat / (v_hat.sqrt() + eps)
             if kind == "AdamW":
                 w = w - lr * wd * w - lr * r
             elif kind == "LAMB":
                 u = r + wd * w
-                size, low, high = float(w.norm()), *o.get("weight_norm_bounds", (0.0, math.inf))
-                size = min(max(size, low), high)
-                trust = size / float(u.norm()) if size > 0 and float(u.norm()) > 0 else 1.0
-                low, high = o.get("trust_bounds", (0.0, math.inf))
-                w = w - lr * (min(max(trust, low), high) if adapts(name) else 1.0) * u
+                size = float(w.norm())
+                trust = size / float(u.norm()) if adapts(name) and size > 0 and float(u.norm()) > 0 else 1.0
+                w = w - lr * trust * u
             else:
                 trust = 1.0
                 if kind == "LARS" and adapts(name) and float(w.norm()) > 0 and float(g.norm()) > 0:
                     eta = o.get("trust_coefficient", 0.001)
                     trust = eta * float(w.norm()) / (float(g.norm()) + wd * float(w.norm()) + eps)
-                    low, high = o.get("trust_bounds", (0.0, math.inf))
-                    trust = min(max(trust, low), high)
                 d = trust * (g + wd * w)
                 velocity = momentum * velocity + d
                 w = w - lr * (d + momentum * velocity if o.get("nesterov") else velocity)

@@ -12,12 +12,12 @@ from murmuration.train.config.section import Section
 Carry = Literal["none", "second-moment", "all"]
 OptimizerType = Literal["AdamW", "LAMB", "LARS", "SGD"]
 FOR_ALL = {"weight_decay", "ema_decay", "gradient_norm", "rules"}
-ADAPTIVE = {"betas", "eps", "bias_correction", "noise_floor"}
+ADAPTIVE = {"betas", "eps", "noise_floor"}
 TAKES: dict[OptimizerType, set[str]] = {
     "AdamW": FOR_ALL | ADAPTIVE,
-    "LAMB": FOR_ALL | ADAPTIVE | {"weight_norm_bounds", "trust_bounds"},
+    "LAMB": FOR_ALL | ADAPTIVE,
     "SGD": FOR_ALL | {"momentum", "nesterov"},
-    "LARS": FOR_ALL | {"momentum", "nesterov", "eps", "trust_coefficient", "trust_bounds"},
+    "LARS": FOR_ALL | {"momentum", "nesterov", "eps", "trust_coefficient"},
 }
 
 
@@ -49,9 +49,6 @@ class OptimizerParams(Section):
         ge=0,
         description="AdamW: decoupled; LAMB: added to the direction; SGD and LARS: added to the gradient.",
     )
-    bias_correction: bool = Field(
-        default=True, description="false: moments are not corrected, so they are small in the first steps."
-    )
     noise_floor: float | None = Field(
         default=None,
         gt=0,
@@ -61,12 +58,6 @@ class OptimizerParams(Section):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
     nesterov: bool = Field(default=False, description="SGD, LARS: Nesterov's momentum.")
     trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
-    weight_norm_bounds: tuple[float, float] | None = Field(
-        default=None, description="LAMB: lower and upper bound of the weight norm in its phi."
-    )
-    trust_bounds: tuple[float, float] | None = Field(
-        default=None, description="LAMB, LARS: lower and upper bound of the trust ratio."
-    )
     ema_decay: float | None = Field(
         default=None, gt=0, lt=1, description="Keeps a moving average of the weights, saved with the checkpoint."
     )
@@ -84,13 +75,6 @@ class OptimizerParams(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("both betas must lie in [0, 1)")
         return betas
-
-    @field_validator("weight_norm_bounds", "trust_bounds")
-    @classmethod
-    def _ordered(cls, bounds: tuple[float, float] | None) -> tuple[float, float] | None:
-        if bounds is not None and not 0 <= bounds[0] < bounds[1]:
-            raise ValueError("bounds are two numbers, the lower one first and not negative")
-        return bounds
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> OptimizerParams:

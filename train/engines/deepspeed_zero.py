@@ -348,7 +348,7 @@ def _cpu_adam(optimizer: AdamW) -> Kernel:
         weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, rate: float, decay: float
     ) -> None:  # fmt: skip
         stock.ds_opt_adam.adam_update(
-            stock.opt_id, step, rate, *params.betas, params.eps, decay, params.bias_correction,
+            stock.opt_id, step, rate, *params.betas, params.eps, decay, True,  # the bias of the moments is corrected
             weights, gradient, first, second,
         )  # fmt: skip
 

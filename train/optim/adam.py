@@ -53,23 +53,20 @@ class AdamW(FlatOptimizer):
 
     def _direction(self, first: Tensor, second: Tensor, step: int) -> Tensor:
         one, two = (1.0 - beta**step for beta in self.params.betas)
-        scale_first, scale_second = (one, two) if self.params.bias_correction else (1.0, 1.0)
         if self.params.noise_floor is None:
-            denominator = second.sqrt().div_(math.sqrt(scale_second)).add_(self.params.eps)
+            denominator = second.sqrt().div_(math.sqrt(two)).add_(self.params.eps)
         else:
             # In fp64: where noise dominates, the difference is small.
-            noise = self._noise_variance * two / scale_second
-            corrected = second.double().div_(scale_second).sub_(noise).clamp_(min=self.params.noise_floor)
+            corrected = second.double().div_(two).sub_(self._noise_variance).clamp_(min=self.params.noise_floor)
             denominator = corrected.sqrt_().to(second.dtype)
-        return torch.div(first, denominator).div_(scale_first)
+        return torch.div(first, denominator).div_(one)
 
 
 class LAMB(AdamW):
     """A parameter moves along Adam's direction plus its decay, by phi(norm of weights) / (norm of the direction).
 
     The ratio is 1 where either norm is 0: a parameter that starts at zero takes Adam's step (Mehta et al.'s last
-    layer). phi clamps to `weight_norm_bounds`, as in the paper; `trust_bounds` clamps the ratio itself ([0, 1] is
-    LAMBC); neither by default. Norms are of whole parameters, over all ranks.
+    layer). The paper's phi is the identity here. Norms are of whole parameters, over all ranks.
     """
 
     by_parameter = True
@@ -93,7 +90,4 @@ class LAMB(AdamW):
 
     def _ratios(self, norms: Tensor) -> Tensor:
         weights, direction = norms
-        if self.params.weight_norm_bounds is not None:
-            weights = weights.clamp(*self.params.weight_norm_bounds)
-        ratios = torch.where((weights > 0) & (direction > 0), weights / direction, 1.0)
-        return ratios if self.params.trust_bounds is None else ratios.clamp(*self.params.trust_bounds)
+        return torch.where((weights > 0) & (direction > 0), weights / direction, 1.0)

@@ -52,8 +52,7 @@ class LARS(SGD):
 
     def _ratio(self, weights: Tensor, gradient: Tensor, decay: float) -> Tensor:
         ratio = self.params.trust_coefficient * weights / (gradient + decay * weights + self.params.eps)
-        ratio = torch.where((weights > 0) & (gradient > 0), ratio, 1.0)
-        return ratio if self.params.trust_bounds is None else ratio.clamp(*self.params.trust_bounds)
+        return torch.where((weights > 0) & (gradient > 0), ratio, 1.0)
 
 
 def _weights_and_gradients(flat: Flat, stretch: Stretch) -> Iterator[tuple[Tensor, Tensor]]:
