@@ -60,7 +60,7 @@ def library() -> Iterator[str]:
     """Of methods and properties those that the library's page names."""
     page = (ROOT / "docs" / "library.md").read_text()
     for name in murmuration.__all__:
-        found = getattr(murmuration, name)
+        found: Any = getattr(murmuration, name)
         fields: dict[str, Any] = {}
         callables: dict[str, Any] = {} if inspect.isclass(found) and issubclass(found, BaseModel) else {name: found}
         if not callables:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from murmuration.evaluation.measures.interval import CONFIDENCE, Estimate, share
+from murmuration.evaluation.measures.one_against_rest import auc
 
 DRAWS = 1000
 """Bootstrap draws, for intervals that have no formula."""
@@ -56,15 +57,6 @@ class Attack:
 
 def f1(called: np.ndarray, members: np.ndarray) -> float:
     return float(2 * (called & members).sum() / (called.sum() + members.sum()))
-
-
-def auc(scores: np.ndarray, members: np.ndarray) -> float:
-    """The probability that a member has a higher score than another record; ties count half."""
-    from scipy.stats import rankdata
-
-    ranks, count = rankdata(scores), int(members.sum())
-    above = ranks[members].sum() - count * (count + 1) / 2
-    return float(above / (count * (len(scores) - count)))
 
 
 def recall_at(scores: np.ndarray, members: np.ndarray, false_alarms: float) -> float:

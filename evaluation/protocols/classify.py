@@ -14,7 +14,8 @@ from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
 from murmuration.evaluation.errors import EvaluationError
-from murmuration.evaluation.measures.interval import mean, share
+from murmuration.evaluation.measures.interval import Estimate, mean, share
+from murmuration.evaluation.measures.one_against_rest import auc_estimate, confusion, sensitivity, specificity
 from murmuration.evaluation.session.result import Outcome, Result, Tile, write_csv
 from murmuration.evaluation.session.session import Chosen, Session, Work, by_list
 from murmuration.model.classifier import Classifier
@@ -23,7 +24,9 @@ from murmuration.train.measures.shares import MEAN_PRECISION, MOST, TITLES, righ
 from murmuration.train.recipe.labels import FOLDERS
 from murmuration.train.run.report_pictures import pixels, png
 
-PREDICTIONS = "predictions.csv"
+PREDICTIONS, CONFUSION = "predictions.csv", "confusion.csv"
+MOST_ONE_BY_ONE = 100
+"""Classes that are measured one by one: more fill no page, and all scores of each record are kept for it."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,21 @@ def run(session: Session, work: Work) -> Outcome:
     read = Chosen(RightlyLabelled(chosen.index, rightly), chosen.ids) if rightly is not None else chosen
     spec = replace(spec, right_classes=len(names)) if rightly is not None else spec
     most = min(MOST, len(names))
+    one_by_one = label is not None and 2 <= len(names) <= MOST_ONE_BY_ONE
 
     def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         logits = model.logits(inputs["images"]).float()
         places = places_of(logits, inputs[TARGET]) if label is not None else [None] * len(ids)
-        likely = (logits.softmax(dim=1) if model.shape.head.loss == "softmax" else logits.sigmoid()).sort(
-            dim=1, descending=True, stable=True
-        )
+        probabilities = logits.softmax(dim=1) if model.shape.head.loss == "softmax" else logits.sigmoid()
+        likely = probabilities.sort(dim=1, descending=True, stable=True)
         best, values = likely.indices[:, :most].tolist(), likely.values[:, :most].tolist()
         shown = [png(pixels(image, spec)) for image in inputs["images"][: max(0, gallery - before)]]
         shown += [None] * (len(ids) - len(shown))
-        return list(zip(places, _really(logits, inputs.get(RIGHT_CLASSES)), best, values, shown, strict=True))
+        scored = (
+            list(zip(inputs[TARGET].tolist(), probabilities.tolist(), strict=True)) if one_by_one else [None] * len(ids)
+        )
+        really = _really(logits, inputs.get(RIGHT_CLASSES))
+        return list(zip(places, really, best, values, scored, shown, strict=True))
 
     result = session.result("classify", {"label": label, "classes": len(names)}, {"test": chosen})
     told = rightly and sorted(rightly.by_name.items())
@@ -72,7 +79,7 @@ def run(session: Session, work: Work) -> Outcome:
         _add_shares(result, [(place, really) for _, (place, really, *_) in answers], len(names), real is not None)
     predictions = [
         Prediction(chosen.name(record), tuple(names[number] for number in best), tuple(values))
-        for record, (_, _, best, values, _) in answers
+        for record, (_, _, best, values, *_) in answers
     ]
     tiles = [
         Tile(shown, f"{each.best[0]} {each.probabilities[0]:.2f}", each.record)
@@ -80,7 +87,41 @@ def run(session: Session, work: Work) -> Outcome:
         if shown is not None
     ]
     _write(predictions, session.out / PREDICTIONS, most)
-    return Outcome(result, tiles)
+    table: list[list[str]] = []
+    if one_by_one:
+        truth = np.array([truth for _, (*_, (truth, _), _) in answers])
+        scores = np.array([scores for _, (*_, (_, scores), _) in answers])
+        called = np.array([best[0] for _, (_, _, best, *_) in answers])
+        table = table_of_classes(result, names, np.arange(len(names)) == truth[:, None], scores, called)
+        counts = confusion(truth, called, len(names)).tolist()
+        rows = ([name, *row] for name, row in zip(names, counts, strict=True))
+        write_csv(session.out / CONFUSION, ["true class, by predicted", *names], rows)
+    return Outcome(result, tiles, table)
+
+
+def table_of_classes(
+    result: Result, names: tuple[str, ...], has: np.ndarray, scores: np.ndarray, called: np.ndarray
+) -> list[list[str]]:
+    """A table of each class against all others. Of two classes, the second is the one that is looked for."""
+    table = [["class", "records", "sensitivity", "specificity", "AUC"]]
+    measured: dict[str, list[Estimate]] = {title: [] for title in table[0][2:]}
+    for place, name in enumerate(names):
+        here, those = has[:, place], called == place
+        found = (sensitivity(those, here), specificity(those, here), auc_estimate(scores[:, place], here))
+        for title, value in zip(measured, found, strict=True):
+            measured[title] += [] if value is None else [value]
+            if value is not None and len(names) == 2 and place == 1:
+                result.add(f"{title} for {name}", value)
+        table.append([name, f"{here.sum():,}", *("" if value is None else interval(value) for value in found)])
+    if len(names) > 2:
+        for title, of_classes in (("balanced accuracy", measured["sensitivity"]), ("mean AUC", measured["AUC"])):
+            if of_classes:
+                result.add(title, mean([each.value for each in of_classes]))
+    return table
+
+
+def interval(found: Estimate) -> str:
+    return f"{found.value:.3f} ({found.low:.3f} … {found.high:.3f})"
 
 
 def _names_of(session: Session, chosen: Chosen, given: ClassList | None) -> tuple[str, ...] | None:
@@ -136,9 +177,13 @@ def _multi_label(session: Session, chosen: Chosen, classes: ClassList | None, la
     if not known:
         raise EvaluationError(f"none of these records has a class under {label!r}, so no class can be ranked")
     result.add(TITLES[MEAN_PRECISION], mean(known))
-    table = [["class", "records", "average precision"]]
-    for place, (name, value) in enumerate(each.items()):
-        table.append([name, f"{right[:, place].sum():,}", "" if value is None else f"{value:.4f}"])
+    areas = [auc_estimate(scores[:, place], right[:, place]) for place in range(len(names))]
+    if any(areas):
+        result.add("mean AUC", mean([area.value for area in areas if area]))
+    table = [["class", "records", "average precision", "AUC"]]
+    for place, ((name, value), area) in enumerate(zip(each.items(), areas, strict=True)):
+        cells = ["" if value is None else f"{value:.4f}", "" if area is None else interval(area)]
+        table.append([name, f"{right[:, place].sum():,}", *cells])
     return Outcome(result, table=table)
 
 

@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from sklearn.metrics import confusion_matrix, recall_score, roc_auc_score
 from timm.models._hub import save_for_hf
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
@@ -327,6 +328,17 @@ def classified(world: Path, tmp_path: Path, name: str, form: str, theirs: Any) -
         logits = torch.tensor([told[name] for name in COLOURS_LIST]).log()
         torch.testing.assert_close(logits, values.log(), rtol=0, atol=1e-5)
     assert (out / "result.html").read_text().count("data:image/png") == 3
+    truth = [COLOURS_LIST.index(path.parent.name) for path in pictures]
+    counted = [list(row.values()) for row in table(out / "confusion.csv")]
+    expected = confusion_matrix(truth, likely.argmax(1), labels=range(5)).tolist()
+    assert counted == [[name, *map(str, row)] for name, row in zip(COLOURS_LIST, expected, strict=True)]
+    areas = roc_auc_score(
+        truth, likely.double() / likely.double().sum(1, keepdim=True), multi_class="ovr", average="macro"
+    )
+    assert found["numbers"]["mean AUC"]["value"] == pytest.approx(areas, abs=1e-6)
+    assert found["numbers"]["balanced accuracy"]["value"] == pytest.approx(
+        recall_score(truth, likely.argmax(1), average="macro")
+    )
 
 
 COLOURS_LIST = list(COLOURS)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import average_precision_score
+from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
@@ -305,6 +305,8 @@ def test_a_finished_model_is_measured_by_the_command(world: Path, capsys: pytest
     assert found["n"] == len(NAMES) and found["value"] == pytest.approx(
         average_precision_score(right, scores), abs=1e-6
     )
+    area = result(world / "scored")["numbers"]["mean AUC"]["value"]
+    assert area == pytest.approx(roc_auc_score(right, scores), abs=1e-6)
     assert result(world / "scored")["data"]["test"]["unreadable"] == len(BAD)
 
 
