@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from docs.tutorials.notebook import notebook
 from murmuration.accounting.certificate.certificate import verify
@@ -170,3 +172,47 @@ def test_a_program_for_opacus_and_ours_keep_the_same_budget_and_learn_the_same(t
     assert [name for name, *_ in found] == ["Opacus", "Murmuration"]
     for _, epsilon, accuracy in found:
         assert 3.9 < float(epsilon) <= 4 and float(accuracy) > 0.8, "chance is a quarter"
+
+
+LANGUAGE_MODELS = {
+    "llama": {}, "qwen3": {"head_dim": 8}, "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8}, "mistral": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+}  # fmt: skip
+WITH_ADAPTER = """
+from peft import PeftModel
+base = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+theirs = PeftModel.from_pretrained(base, "adapter").eval()
+ids = notes.tensors[0][:5]
+with torch.no_grad():
+    one, other = theirs(ids).logits, training.model.eval()(ids).logits
+    with theirs.disable_adapter():
+        before = theirs(ids).logits
+assert torch.allclose(one, other, atol=1e-5) and not torch.allclose(one, before, atol=1e-3)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "llama")) for kind in LANGUAGE_MODELS]
+)
+def test_a_language_model_learns_an_adapter_that_peft_loads(tmp_path: Path, kind: str) -> None:
+    words = {
+        word: number for number, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *(f"w{n}" for n in range(40))])
+    }
+    known = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=known, **special).save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4} | {
+        "num_key_value_heads": 2, "vocab_size": len(words), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | LANGUAGE_MODELS[kind]))
+    model.save_pretrained(tmp_path / "model")
+    notes = (" ".join(f"w{number * step % 40}" for step in range(1, 5 + number % 9)) for number in range(300))
+    (tmp_path / "notes.txt").write_text("\n".join(notes))
+    small = {'LENGTH = "model", 64': 'LENGTH = "model", 16', "epochs=3": "epochs=2"}
+    small |= {'"q_proj", "v_proj"': '"c_attn"'} if kind == "gpt2" else {}
+    program = "\n".join([*(text for _, text in blocks("language_models.md", small)), WITH_ADAPTER])
+    said = run(tmp_path, [sys.executable, "-c", program], environment() | {"PYTHONPATH": str(ROOT)})
+    verdict = verify(tmp_path / "runs" / "notes")
+    assert verdict.committed == 6 and 7.9 < verdict.epsilon <= 8 and "self-test passed" in said
+    assert "published by its authors before these notes" in (tmp_path / "runs" / "notes" / "certificate.md").read_text()
