@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from tests.support.acc_world import certified, whole_run
 from tests.support.launching import BIN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,6 +122,31 @@ def test_tests_that_the_map_names_exist_in_the_group_it_says() -> None:
 def test_accounting_never_imports_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_run_is_verified_with_the_packages_that_the_page_names(tmp_path: Path) -> None:
+    """By a Python that sees those, what they require, and this checkout."""
+    wanted = re.findall(r"^    pip install ([^#\n]+?)  +#", (ROOT / "docs" / "auditing.md").read_text(), re.MULTILINE)
+    names, seen = wanted[0].split(), set[str]()
+    (tmp_path / "site").mkdir()
+    while names:
+        distribution = metadata.distribution(names.pop())
+        if distribution.name in seen:
+            continue
+        seen.add(distribution.name)
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."} - {"__pycache__"}:
+            if not (tmp_path / "site" / top).exists():
+                (tmp_path / "site" / top).symlink_to(distribution.locate_file(top))
+        required = (Requirement(text) for text in distribution.requires or ())
+        names += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    assert "torch" not in seen
+    journal = whole_run(tmp_path / "run")
+    (tmp_path / "run" / "certificate.json").write_text(json.dumps(certified(journal)))
+    done = subprocess.run(
+        [sys.executable, "-S", str(ROOT / "launch" / "account.py"), "verify", str(tmp_path / "run")],
+        env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 7 and "the certificate agrees" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_missing_compiler_is_named_with_its_package(tmp_path: Path) -> None:
