@@ -70,8 +70,6 @@ APART = {
     ("adaptive", "held_out"): "the latter is measured with a fixed C",
     ("mixing", "noise_floor"): "the former weakens the noise that the latter subtracts",
     ("units", "held_out"): "the latter measures single records",
-    ("units", "features"): "the latter are of single records",
-    ("statistics", "units"): "the former adds up single records",
     ("statistics", "views"): "the former sees each record once",
     ("statistics", "banded"): _ONE_STEP,
     ("statistics", "allocation"): _ONE_STEP,

@@ -49,6 +49,8 @@ TEMPLATE = Path(__file__).parent / "first_config.json.jinja"
 DELTA = "1/(2n)"
 CLASSES = "classes.txt"  # beside the shards, where prepare.py pack writes it
 CHECKPOINTS = 10
+ROWS_OF_A_UNIT = 8
+"""In a pass over features, which costs little for each record. A constant, because the largest unit is no public fact."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,14 @@ def compose(asked: ConfigRequest) -> tuple[str, str | None]:
     trainable, why = (asked.trainable or "all", None)
     if asked.goal == "classify" and start is not None and asked.trainable is None:
         trainable, why = _what_noise_leaves(asked.epsilon, model, n, f"{n:,} {one}s", rule)
-    # What is solved in one pass are features that are kept, of single records with one class each.
-    solved = trainable == "head" and one == "record" and not asked.multi_label
+    # What is solved in one pass are features that are kept, of records with one class each.
+    solved = trainable == "head" and not asked.multi_label
+    if solved and one == "unit":
+        data["rows_per_unit"] = ROWS_OF_A_UNIT
     if asked.features is not None and not solved:
         raise RecipeError(
-            "--features keeps what a frozen encoder says of single records with one class each; add --trainable head, "
-            "or leave it out"
+            "--features keeps what a frozen encoder says of records with one class each; add --trainable head, or "
+            "leave it out"
         )
     text = json_text(
         TEMPLATE, n=f"{n:,}", noun=one,

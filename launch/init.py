@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--trainable", choices=("head", "lora", "all"),
-        help="classify: the head, of single records in one pass; low-rank adapters; or all weights (default: all, "
+        help="classify: the head, in one pass; low-rank adapters; or all weights (default: all, "
         "unless the noise on all outweighs what so many records can teach at this epsilon; then the head)",
     )  # fmt: skip
     parser.add_argument(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
-from murmuration.data.batch.slot_rows import SlotRows, UnitRecords, UnitReduce
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.augment import AREAS, drop_key, mask_noise
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.pool import MOST, DecodePool, Verdict, Wanted
@@ -69,9 +69,8 @@ class BatchReader:
 
     `read` may be called from several threads; the records of all rows go through one thread pool in order of arrival.
 
-    With `units`, the numbers that were drawn are those of units, of which at most `rows_per_unit` records are read in a
-    step, chosen by `unit_key`. Each record has `views` rows, which differ in what is drawn by key: crop, mask, caption,
-    dropout. Rows are laid out and weighed as `SlotRows` says.
+    `slots` says which records, and how many rows, belong to a number that was drawn. The rows of a record differ in
+    what is drawn by key: crop, mask, caption, dropout.
     """
 
     def __init__(
@@ -86,11 +85,7 @@ class BatchReader:
         reading: ReadOptions | None = None,
         pin_memory: bool = False,
         source: RangeSource | None = None,
-        units: UnitRecords | None = None,
-        rows_per_unit: int = 1,
-        unit_reduce: UnitReduce = "mean",
-        unit_key: bytes | StepKey = b"",
-        views: int = 1,
+        slots: SlotRows | None = None,
     ) -> None:
         if spec.mask_patches and not mask_key:
             raise ValueError("mask noise needs a mask key; derive one from the run key")
@@ -99,7 +94,7 @@ class BatchReader:
         if spec.augment in AREAS and not augment_key:
             raise ValueError(f"{spec.augment} needs an augmentation key; derive one from the run key")
         reading = reading or ReadOptions()
-        self.slot_rows = SlotRows(units, rows_per_unit, unit_reduce, views, unit_key)
+        self.slot_rows = slots or SlotRows()
         self.index, self.spec, self.text = index, spec, text
         self._mask_key, self._dropout_key = by_step(mask_key), by_step(dropout_key)
         self._cancelled = threading.Event()
@@ -115,7 +110,7 @@ class BatchReader:
             self._records = ShardReader(index, source, cancelled=self._cancelled)
         encode, length = (text.encode, text.length) if text is not None else (None, 0)
         left_out = index.filter if isinstance(index, ShardIndex) else None
-        self._maker = RecordMaker(spec, views, encode, length, left_out)
+        self._maker = RecordMaker(spec, self.slot_rows.views, encode, length, left_out)
         # Asked of no step where nothing is random, because some records are needed outside any step.
         self._key_of = by_step(augment_key if augment_key and self._maker.by_key else b"")
         self._scratch = threading.local()

@@ -13,6 +13,7 @@ import torch
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode import picture as picture_module
 from murmuration.data.decode.augment import caption_choice, drop_key, mask_noise
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch
@@ -51,12 +52,12 @@ class Patients:
 def test_one_view_is_what_it_was_and_says_nothing_of_rows(small_set: ShardIndex) -> None:
     batch = reader(small_set).read(IDS, 5)
     assert ROW_SHARE not in batch.inputs and batch.rows == 1
-    assert same(row_of(batch, 2), row_of(reader(small_set, views=1).read(np.array([7]), 5), 0))
+    assert same(row_of(batch, 2), row_of(reader(small_set, slots=SlotRows(views=1)).read(np.array([7]), 5), 0))
 
 
 @pytest.mark.parametrize("options", [{}, {"reading": ReadOptions(in_flight=3)}, {"reading": ReadOptions(workers=1)}])
 def test_views_of_a_record_have_draws_of_their_own(small_set: ShardIndex, options: dict) -> None:
-    made = reader(small_set, views=3, **options)
+    made = reader(small_set, slots=SlotRows(views=3), **options)
     batch = made.read(IDS, 5)
     made.close()
     assert batch.rows == 3 and batch.present.tolist() == [True, False, True]
@@ -72,7 +73,8 @@ def test_views_of_a_record_have_draws_of_their_own(small_set: ShardIndex, option
             assert row["drop_key"] == drop_key(KEYS[2], 5, record, view)
             assert row["mask_noise"].tolist() == mask_noise(KEYS[1], 5, record, 9, view).tolist()
     assert not any(bool(tensor[3:6].any()) for tensor in batch.inputs.values()), "an empty slot is zero in all rows"
-    fewer, beside = reader(small_set, views=2).read(IDS, 5), reader(small_set, views=3).read(np.array([7, 3, 9]), 5)
+    fewer = reader(small_set, slots=SlotRows(views=2)).read(IDS, 5)
+    beside = reader(small_set, slots=SlotRows(views=3)).read(np.array([7, 3, 9]), 5)
     assert same(row_of(fewer, 1), row_of(batch, 1)), "a view does not depend on how many others there are"
     assert same(row_of(beside, 4), row_of(batch, 1)), "nor on the slot"
     assert len({drop_key(KEYS[2], step, r, v) for step in range(9) for r in range(9) for v in range(9)}) == 729
@@ -81,12 +83,12 @@ def test_views_of_a_record_have_draws_of_their_own(small_set: ShardIndex, option
 def test_a_record_is_decoded_once_for_all_its_views(small_set: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded, whole = [], picture_module.decode_scaled
     monkeypatch.setattr(picture_module, "decode_scaled", lambda *given: decoded.append(1) or whole(*given))
-    reader(small_set, views=8).read(IDS, 5)
+    reader(small_set, slots=SlotRows(views=8)).read(IDS, 5)
     assert len(decoded) == 2
 
 
 def test_without_random_crops_all_views_show_the_same(small_set: ShardIndex) -> None:
-    images = reader(small_set, DataSpec(24, "center"), views=4).read(np.array([3]), 1).inputs["images"]
+    images = reader(small_set, DataSpec(24, "center"), slots=SlotRows(views=4)).read(np.array([3]), 1).inputs["images"]
     assert all(torch.equal(images[0], other) for other in images)
     assert torch.equal(images[:1], reader(small_set, DataSpec(24, "center")).read(np.array([3]), 1).inputs["images"])
 
@@ -96,7 +98,7 @@ def test_each_view_chooses_one_of_several_captions(tmp_path: Path, write_tar: Ca
     listed = json.dumps({"captions": words}).encode()
     write_tar(tmp_path / "0.tar", [{"__key__": f"{n}", "jpg": picture(n), "json": listed} for n in range(4)])
     text = TextEncoder(word_tokenizer(words, tmp_path / "t.json"), 4)
-    batch = reader(build(tmp_path), DataSpec(16), text, views=6).read(np.arange(4), 2)
+    batch = reader(build(tmp_path), DataSpec(16), text, slots=SlotRows(views=6)).read(np.arange(4), 2)
     encoded = [text.encode(word) for word in words]
     expected = [encoded[caption_choice(KEYS[0], 2, r, 4, v)] for r in range(4) for v in range(6)]
     assert batch.inputs["tokens"].tolist() == expected
@@ -105,11 +107,11 @@ def test_each_view_chooses_one_of_several_captions(tmp_path: Path, write_tar: Ca
 @pytest.mark.parametrize(("reduce", "views"), [("mean", 1), ("mean", 2), ("sum", 2)])
 def test_records_of_a_unit_are_its_rows(small_set: ShardIndex, reduce: str, views: int) -> None:
     units = Patients([])
-    made = reader(small_set, units=units, rows_per_unit=2, unit_reduce=reduce, unit_key=b"u" * 32, views=views)
+    made = reader(small_set, slots=SlotRows(units, 2, reduce, views, b"u" * 32))
     batch = made.read(np.array([1, EMPTY, 2]), 2)
     assert units.asked == [(1, b"u" * 32, 2, 2), (2, b"u" * 32, 2, 2)], "nothing is asked for an empty slot"
     assert batch.rows == 2 * views and batch.present.tolist() == [True, False, True]
-    records = reader(small_set, views=views).read(np.array([5, 4, 6]), 2)
+    records = reader(small_set, slots=SlotRows(views=views)).read(np.array([5, 4, 6]), 2)
     for place, row in enumerate((0, views, 4 * views)):
         for view in range(views):
             assert same(row_of(batch, row + view), row_of(records, place * views + view))
@@ -124,7 +126,7 @@ def test_bad_records_of_a_unit_leave_it_the_others(tmp_path: Path, write_tar: Ca
     bad = {1, 3, 4, 5}
     samples = [{"__key__": f"{n}", "jpg": b"no picture" if n in bad else picture(n)} for n in range(7)]
     write_tar(tmp_path / "0.tar", samples)
-    made = reader(build(tmp_path), units=Patients([]), rows_per_unit=3, unit_key=b"u" * 32, views=2)
+    made = reader(build(tmp_path), slots=SlotRows(Patients([]), 3, views=2, key=b"u" * 32))
     found = made.fetch(np.array([0, 1, 2]), 1)
     assert set(found.bad) == bad, "the numbers are those of records"
     batch = found.batch.to("cpu")

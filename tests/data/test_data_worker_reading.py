@@ -14,6 +14,7 @@ import torch
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import build_folder
@@ -72,7 +73,7 @@ def reader(index: RecordIndex, name: str, workers: int) -> BatchReader:
     spec = replace(spec, right_classes=2 if name == "right" else 0)
     text = TextEncoder("clip:4096", 9) if spec is not BY_FOLDER and name != "selection" and spec.weight else None
     reading = ReadOptions(workers, workers + 2)
-    return BatchReader(index, spec, text, KEY, b"m" * 32, b"d" * 32, reading=reading, views=2)
+    return BatchReader(index, spec, text, KEY, b"m" * 32, b"d" * 32, reading=reading, slots=SlotRows(views=2))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,14 @@ def test_what_lies_elsewhere_is_read_as_many_at_a_time_as_asked(sets: dict[str, 
     index.stored = lambda record: None  # pyright: ignore[reportAttributeAccessIssue]  # as of a URL
     expected = reader(index, "shards", 0).fetch(np.arange(40), 1)
     there = BatchReader(
-        index, SPEC, TextEncoder("clip:4096", 9), KEY, b"m" * 32, b"d" * 32, reading=ReadOptions(1, at_once), views=2
+        index,
+        SPEC,
+        TextEncoder("clip:4096", 9),
+        KEY,
+        b"m" * 32,
+        b"d" * 32,
+        reading=ReadOptions(1, at_once),
+        slots=SlotRows(views=2),
     )
     met, read = threading.Barrier(at_once), there._records.read
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.ledger.history import History
+from murmuration.data.index.open import open_index, open_units
 from murmuration.data.synthetic.index import shape_samples
 from murmuration.model.build import build
 from murmuration.model.classifier import Classifier
@@ -83,28 +85,61 @@ def test_one_step_over_all_records_at_the_epsilon_of_one_gaussian(finished: Path
     assert exact <= claim <= EPSILON and claim == pytest.approx(exact, abs=1e-3) and claim > EPSILON - 0.01
 
 
-def test_the_sums_are_those_of_the_records_with_the_planned_noise(finished: Path, job: tuple[Launch, Path]) -> None:
-    state = final_weights(finished)
+def test_the_sums_are_those_of_the_records_with_the_planned_noise(finished: Path) -> None:
+    state, head, features, labels = summed(finished)
+    head(features, labels).sum().backward()
+    (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]
+    require_planned_noise(state, head, RECORDS, plan["noise_multiplier"])
+
+
+def summed(run_dir: Path) -> tuple[dict[str, Tensor], StatisticsHead, Tensor, Tensor]:
+    """What a run ended with; a head to add up anew, and what it was given: features and labels."""
+    state = final_weights(run_dir)
     model = build(ModelSettings(**MODEL), "classify")
     assert isinstance(model, Classifier)
     select(model, "statistics")
     head = model.head
     assert isinstance(head, StatisticsHead)
-    (kept,) = (path.parent for path in (finished / "secret").glob("features-head/*/state.u8")
+    (kept,) = (path.parent for path in (run_dir / "secret").glob("features-head/*/state.u8")
                if path.stat().st_size == RECORDS)  # fmt: skip
     features = torch.from_numpy(np.fromfile(kept / "features.f32", np.float32).reshape(RECORDS, 32).copy())
     labels = torch.from_numpy(np.fromfile(kept / "labels.i64", np.int64).copy())
     head.solving.copy_(state["head.solving"])
-    head(features, labels).sum().backward()
-    (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]
-    sigma = plan["noise_multiplier"]
+    return state, head, features, labels
+
+
+def require_planned_noise(state: dict[str, Tensor], head: StatisticsHead, divisor: int, sigma: float) -> None:
     for name, sums in (("head.gram", head.gram.grad), ("head.cross", head.cross.grad)):
         assert sums is not None
-        noise = -state[name] * RECORDS - sums
+        noise = -state[name] * divisor - sums
         spread = float(noise.std()) / sigma
         # The standard error of a deviation of n numbers is 1/√(2n); a third of the noise is far outside.
         assert abs(spread - 1) < 5 / (2 * noise.numel()) ** 0.5 + 0.01, name
         assert abs(float(noise.mean())) < 5 * sigma / noise.numel() ** 0.5, name
+
+
+def test_a_patient_adds_the_mean_of_its_records_and_counts_once(job: tuple[Launch, Path], tmp_path: Path) -> None:
+    """Of 100 patients with one record or eleven, by two processes: the sums are those of patients, the noise is there,
+    and ε is that of one Gaussian over patients."""
+    config = json.loads(job[0].config.read_text())
+    data, unit = config["phases"][0]["data"], r"key:.*/0*(\d{1,2})"
+    index = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", data["path"], "--unit", unit]
+    forking.run([*index, "--out", str(tmp_path / "index")], check=True, env=environment(), capture_output=True)
+    data |= {"path": str(tmp_path / "index"), "unit": unit, "rows_per_unit": 11}
+    launch, run_dir = Launch.written(config, tmp_path, "patients")
+    code, output = launch.run()
+    assert code == 0 and "300 to be computed" in output and "self-test passed" in output, output
+    units = open_units(open_index(tmp_path / "index"), unit)
+    (plan,) = [line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan"]
+    assert plan["records"] == units.count == 100 and plan["units"]["rows"] == 11
+    claim, sigma = verify(run_dir).epsilon, plan["noise_multiplier"]
+    assert gaussian_epsilon(sigma, 1e-4) <= claim <= EPSILON
+    state, head, features, labels = summed(run_dir)
+    records = [units.chosen(patient, bytes(32), 1, RECORDS) for patient in range(units.count)]
+    assert {len(each) for each in records} == {1, 11} and sum(map(len, records)) == RECORDS
+    for each in records:
+        head(features[each], labels[each]).mean().backward()
+    require_planned_noise(state, head, units.count, sigma)
 
 
 def test_it_has_learned_and_its_export_is_an_ordinary_classifier(finished: Path, tmp_path: Path) -> None:

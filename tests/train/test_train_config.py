@@ -350,7 +350,6 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([*UNIT, put("phases.1.data.unit", "key:")], "is no name"),
         ([*UNIT, put("phases.1.data.rows_per_unit", 0)], "greater than 0"),
         ([put("phases.0.data.unit", "patient_id")], "public records need none"),
-        ([*UNIT, *FEATURES], "of single records"),
         ([*UNIT, *CLASSIFY,
           put("phases.1.privacy.release", [{"name": "accuracy", "noise_multiplier": 6.0, "share": 0.1}])],
          "measures single records"),

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from murmuration.accounting.errors import BAD_INPUT
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY, slots
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.build import build
+from murmuration.model.trainable import select
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
@@ -29,7 +32,7 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.run import cached_features
-from murmuration.train.run.cached_features import apart, identity_of
+from murmuration.train.run.cached_features import FeatureReader, apart, identity_of
 from murmuration.train.storage.feature_store import (
     ABSENT,
     BAD,
@@ -67,6 +70,51 @@ def test_a_clipped_sum_over_features_is_the_one_over_pictures(tmp_path: Path) ->
             sums = [clipped_totals(clip, model, b.inputs, b.present)[0] for b in (over_pictures, over_features)]
             for name, expected in sums[0].items():
                 assert torch.allclose(sums[1][name], expected, atol=1e-6), name
+
+
+class Patients:
+    """Unit u has the records 3u to 3u + 2; the last one has two. One of unit 2 is damaged."""
+
+    def chosen(self, unit: int, step_key: bytes, step: int, at_most: int) -> np.ndarray:
+        return np.arange(3 * unit, min(3 * unit + 3, RECORDS))[:at_most]
+
+
+@pytest.mark.parametrize("engine", [ReferenceClip, BookKeepingClip])
+@pytest.mark.parametrize("trained", ["head", "statistics"])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_a_unit_adds_what_its_records_do_together_and_no_more_than_c(
+    tmp_path: Path, reduce: Any, trained: Any, engine: Any
+) -> None:
+    """Against autograd on one unit after the other."""
+    rows = SlotRows(Patients(), 3, reduce, key=b"u" * 32)
+    made_by_records, pictures, model = made(tmp_path / "features", alone(), Pictures(), head_only())
+    reader = FeatureReader(made_by_records.stored, rows)
+    select(model, trained)
+    if trained == "statistics":
+        model.head.settle(0.01)
+    bound = 1.0 if trained == "statistics" else 0.5
+    clip = engine(ClipRule("flat", bound, 0.0))
+    clip.prepare(model)
+    drawn = np.array([0, 2, EMPTY, 5, 7])
+    batch = reader.fetch(drawn, 1).batch
+    assert batch.present.tolist() == [True, True, False, True, True] and batch.rows == 3
+    found = clipped_totals(clip, model, batch.inputs, batch.present)[0]
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    norms = []
+    for unit in drawn[drawn != EMPTY]:
+        records = [record for record in Patients().chosen(int(unit), b"", 1, 3) if record != DAMAGED]
+        images = pictures.fetch(np.array(records), 1).batch.inputs
+        model.zero_grad()
+        losses = model({"features": model.features(images["images"]).detach(), "labels": images["labels"]})
+        (losses.mean() if reduce == "mean" else losses.sum()).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+        norms.append(float(torch.cat([g.flatten() for g in gradients.values()]).norm()))
+        for name, gradient in gradients.items():
+            expected[name] += gradient * min(1.0, bound / norms[-1])
+    for name, sums in expected.items():
+        assert torch.allclose(found[name], sums, atol=1e-5), name
+    if trained == "statistics":
+        assert (max(norms) <= 1 + 1e-6) == (reduce == "mean"), "a mean of shares is no longer than one of them"
 
 
 def test_padding_and_bad_records_are_absent_and_zero(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from murmuration.accounting.epsilon.audit_evidence import ACCUSED, Claim, Eviden
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch, slots
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
@@ -66,9 +67,7 @@ def patients(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardIndex, Unit
 
 def read(patients: tuple[ShardIndex, UnitTable], ids: list[int], rows: int, reduce: Any) -> MicroBatch:
     index, units = patients
-    reader = BatchReader(
-        index, DataSpec(SIDE), None, *KEYS, units=units, rows_per_unit=rows, unit_reduce=reduce, unit_key=b"u" * 32
-    )
+    reader = BatchReader(index, DataSpec(SIDE), None, *KEYS, slots=SlotRows(units, rows, reduce, key=b"u" * 32))
     return reader.read(np.array(ids), 5)
 
 

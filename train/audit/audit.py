@@ -177,8 +177,7 @@ class _Audit:
         reader = BatchReader(
             self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
             augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
-            units=self.phase.units, rows_per_unit=self.phase.rows_per_unit, unit_reduce=self.phase.unit_reduce,
-            unit_key=derive("augmentation"), views=self.phase.views,
+            slots=self.phase.slot_rows(derive("augmentation")),
         )  # fmt: skip
         planted: Noise | None = None
         if self.options.noise_scale != 1:

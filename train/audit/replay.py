@@ -435,8 +435,7 @@ def _world(
     reader: Reader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
         mask_key=derive("masks"), dropout_key=derive("dropout"),
-        units=phase.units, rows_per_unit=phase.rows_per_unit, unit_reduce=phase.unit_reduce,
-        unit_key=derive("augmentation"), views=phase.views,
+        slots=phase.slot_rows(derive("augmentation")),
     )  # fmt: skip
     if blanked is not None:
         reader = BlankedReader(reader, blanked)

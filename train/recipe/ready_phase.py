@@ -20,12 +20,14 @@ from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.unit import Reduce, Unit, unit_in_words
+from murmuration.accounting.unit import Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
+from murmuration.data.draw.poisson import StepKey
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digest_of, ledger_digests
 from murmuration.data.index.public_split import SplitIndex, apart, places_of
@@ -121,19 +123,12 @@ class ReadyPhase:
         """What the phase protects; None: a record."""
         return unit_of(self.settings)
 
-    @property
-    def rows_per_unit(self) -> int:
-        """The most records of a unit that one step takes."""
-        return 1 if self.unit is None else self.unit.rows
-
-    @property
-    def unit_reduce(self) -> Reduce:
-        return "mean" if self.unit is None else self.unit.reduce
-
-    @property
-    def views(self) -> int:
-        """How often a record is seen in a step."""
-        return 1 if self.settings.privacy is None else self.settings.privacy.views
+    def slot_rows(self, key: bytes | StepKey) -> SlotRows:
+        """`key` decides which records of a unit take part where not all fit."""
+        views = 1 if self.settings.privacy is None else self.settings.privacy.views
+        if (unit := self.unit) is None:
+            return SlotRows(views=views)
+        return SlotRows(self.units, unit.rows, unit.reduce, views, key)
 
     def contents(self) -> dict[str, str]:
         """Digests of everything that a path in the config names and that shapes the training. Called on the main rank,

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.resize import DECODER
-from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
+from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.classifier import Classifier
 from murmuration.model.settings import Shape
@@ -40,21 +41,22 @@ ENDING = (OSError, RecipeError)
 
 
 class FeatureReader:
-    """Replaces a BatchReader: the same micro-batches, with "features" instead of "images"."""
+    """Replaces a BatchReader: the same micro-batches, with "features" instead of "images". `slots` says which records
+    of a unit that was drawn take part; the features are those of records, whatever is protected."""
 
     in_flight = 1
 
-    def __init__(self, stored: FeatureRows) -> None:
-        self.stored = stored
+    def __init__(self, stored: FeatureRows, slots: SlotRows | None = None) -> None:
+        self.stored, self.slots = stored, slots or SlotRows()
         self.bad_reasons: dict[int, str] = {}
         """Empty: bad records were reported when the pictures were read."""
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
-        del step
-        rows, stored = np.maximum(ids_row, 0), self.stored
-        if len(rows) and ids_row[0] >= 0 and bool((np.diff(ids_row) == 1).all()):
+        records = self.slots.records_of(ids_row, step).reshape(-1)
+        rows, stored = np.maximum(records, 0), self.stored
+        if len(rows) and records[0] >= 0 and bool((np.diff(records) == 1).all()):
             rows = slice(int(rows[0]), int(rows[-1]) + 1)  # consecutive, as in a step over all records: no gathering
-        state, wanted = stored.state[rows], ids_row != EMPTY
+        state, wanted = stored.state[rows], records != EMPTY
         if bool((wanted & ~settled(state)).any()):
             # All rows were there when the files were opened. Without an error, the record would count as one without a
             # gradient. The record is not named: that would reveal that the step drew it.
@@ -63,7 +65,10 @@ class FeatureReader:
         features = np.where(present[:, None], stored.features[rows], np.float32(0))
         labels = np.where(present, stored.labels[rows], 0)
         inputs = {"features": torch.from_numpy(features), "labels": torch.from_numpy(labels)}
-        return Fetched(MicroBatch(inputs, torch.from_numpy(present)), {})
+        usable = present.reshape(len(ids_row), self.slots.count)
+        if self.slots.count > 1:
+            inputs[ROW_SHARE] = torch.from_numpy(self.slots.shares(usable))
+        return Fetched(MicroBatch(inputs, torch.from_numpy(usable.any(1))), {})
 
     def report(self, fetched: Fetched) -> None:
         """Does nothing: bad records were reported when the features were computed."""
@@ -72,8 +77,11 @@ class FeatureReader:
         """Mapped files close with their last reader."""
 
 
-def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader: BatchReader) -> FeatureReader:
-    """Computes missing features on all ranks and returns a reader of all of them. Closes the reader of the pictures."""
+def feature_reader(
+    run: RunContext, phase: ReadyPhase, model: nn.Module, reader: BatchReader, slots: SlotRows | None = None
+) -> FeatureReader:
+    """Computes missing features on all ranks and returns a reader of all of them. Closes the reader of the pictures,
+    which is one of records."""
     contents = run.ranks.on_main(lambda: run.contents(phase))
     records = " ".join(contents[name] for name in ("data", "data_excluded", "classes") if name in contents)
     spec, whose = phase.data_spec(augment=True), "public" if phase.settings.data.public else "private, like the records"
@@ -82,7 +90,8 @@ def feature_reader(run: RunContext, phase: ReadyPhase, model: nn.Module, reader:
         run.board.bad_records(phase.name, run.ranks.rank, reader.bad_reasons)
 
     every = np.arange(phase.index.records)
-    return FeatureReader(_stored(run, phase, model, reader, spec, records, every, list_bad, f"records ({whose})"))
+    stored = _stored(run, phase, model, reader, spec, records, every, list_bad, f"records ({whose})")
+    return FeatureReader(stored, slots)
 
 
 class HeldOutFeatures(FeatureReader):

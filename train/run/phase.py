@@ -153,16 +153,15 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
 def _reader(
     run: RunContext, phase: ReadyPhase, model: nn.Module, derive: Derive, at_end: ExitStack
 ) -> BatchReader | FeatureReader:
+    stored, key = phase.settings.features is not None, derive("augmentation")
+    slots = phase.slot_rows(key)
     reader: BatchReader | FeatureReader = BatchReader(
         phase.index, phase.data_spec(augment=True), phase.text,
-        augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
-        units=phase.units, rows_per_unit=phase.rows_per_unit, unit_reduce=phase.unit_reduce,
-        unit_key=derive("augmentation"),
+        augment_key=key, mask_key=derive("masks"), dropout_key=derive("dropout"), slots=None if stored else slots,
         reading=reading_options(phase.reading, phase.index, run.ranks), pin_memory=run.ranks.device.type == "cuda",
-        views=phase.views,
     )  # fmt: skip
-    if phase.settings.features is not None:
-        reader = feature_reader(run, phase, model, reader)
+    if stored:
+        reader = feature_reader(run, phase, model, reader, slots)
     at_end.callback(_lister(run, phase, reader))
     return reader
 
@@ -196,9 +195,12 @@ def _prove(
     run: RunContext, phase: ReadyPhase, private: PrivatePhase, reader: BatchReader | FeatureReader
 ) -> float:  # fmt: skip
     """Runs the self-test before anything else touches the engine; returns its speed on synthetic records."""
-    synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, phase.settings.rows_of_a_slot)
+    rows = phase.settings.rows_of_a_slot
     if isinstance(reader, FeatureReader):
-        synthetic = SyntheticRecords.of_features(reader.stored.features.shape[1], phase.shape.head.classes)
+        width = reader.stored.features.shape[1]
+        synthetic = SyntheticRecords.of_features(width, phase.shape.head.classes, rows)
+    else:
+        synthetic = SyntheticRecords.of(phase.shape, phase.settings.objective, rows)
     report = private.prove(synthetic)
     run.board.say(f"{phase.name}  {report.in_words(private.plan.noise_multiplier)}")
     for note in private.notes(run.key.secret):

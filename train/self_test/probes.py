@@ -86,9 +86,9 @@ class SyntheticRecords:
         return SyntheticRecords(made, (hostile,), rows)
 
     @staticmethod
-    def of_features(width: int, classes: int) -> SyntheticRecords:
+    def of_features(width: int, classes: int, rows: int) -> SyntheticRecords:
         """Where a step sees what a frozen body made of its records."""
-        return SyntheticRecords.like({"features": torch.zeros(1, width), "labels": torch.arange(classes)})
+        return SyntheticRecords.like({"features": torch.zeros(1, width), "labels": torch.arange(classes)}, rows)
 
     @staticmethod
     def like(example: Mapping[str, Tensor], rows: int = 1) -> SyntheticRecords:
