@@ -33,7 +33,8 @@ def train(model, data, job, folder, until, seen):
             if not all(map(torch.equal, now, self.last)):
                 self.last, self.done = now, self.done + 1
                 seen(dict(model.named_parameters()))
-            control.should_training_stop = control.should_save = self.done == until
+            control.should_training_stop = self.done == until
+            control.should_save = self.done == until == job.stop
 
         on_substep_end = on_step_end
 
