@@ -96,7 +96,7 @@ def _sections(certificate: dict[str, Any]) -> list[Section]:
         Section("Steps", [Block("table", _phase_table(certificate))]),
         Section("What this means", [Block("text", text) for text in _meaning(certificate)]),
         *_limits(certificate),
-        Section("Evaluation after NIST SP 800-226", _nist(certificate)),
+        Section("Evaluation after NIST SP 800-226", nist(certificate)),
         Section("Known deviations", [Block("list", certificate["known_deviations"])]),
     ]
     if certificate.get("siblings"):
@@ -251,7 +251,7 @@ def percent_of(share: float) -> str:
     return f"{100 * share:g} %"
 
 
-def _nist(certificate: dict[str, Any]) -> list[Block]:
+def nist(certificate: dict[str, Any]) -> list[Block]:
     """The components that the publication names, from the guarantee down to what everything else rests on."""
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
