@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.certificate import withdrawal
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
 from murmuration.accounting.certificate.composition import SUMS, total
+from murmuration.accounting.certificate.evidence import fault_of as fault_of_audit
+from murmuration.accounting.certificate.evidence import refutations
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.pages import pages
 from murmuration.accounting.certificate.signature import fault_of
@@ -59,6 +61,8 @@ class Verdict:
     checkpoints: int = 0
     attached: Attached | None = None
     """None where there is no certificate yet."""
+    refuted: list[str] = field(default_factory=list)
+    """What of the claim does not stand by the run's own audit."""
 
     @property
     def unchecked(self) -> list[str]:
@@ -84,12 +88,15 @@ def verify(
         raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
     opened, committed = history.steps()
     certified = claimed = because = attached = None
+    refuted: list[str] = []
     if certificate_path.is_file():
         try:
             certificate = parse(certificate_path.read_bytes())
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
+            refuted = refutations(certificate)
             attached = check_attached(run_dir, certificate, history, signer)
+            _check_audit(certificate, attached)
             if certificate_path.name == "certificate.json":
                 _check_pages(run_dir, pages(certificate), "certificate.json", attached)
                 _check_statements(run_dir, certificate, history, attached)
@@ -106,6 +113,7 @@ def verify(
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
         opened=opened, committed=committed, lines=len(entries), head=entries.head,
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
+        refuted=refuted,
     )  # fmt: skip
 
 
@@ -159,6 +167,23 @@ def _check_checkpoints(run_dir: Path, entries: Lines) -> int:
             raise CertificateError(f"{manifest} is damaged, so it cannot vouch for the ledger; restore it") from None
         _require_line(entries, length, head, f"the checkpoint {manifest.parent.name}")
     return len(manifests)
+
+
+def _check_audit(certificate: dict[str, Any], found: Attached) -> None:
+    """Evidence is the signer's word; what can be recomputed is that its numbers agree."""
+    if (audit := certificate.get("audit")) is None:
+        return
+    if (fault := fault_of_audit(audit)) is not None:
+        raise CertificateError(f"the certificate's audit {fault}")
+    for name, part in (
+        ("audit", audit),
+        ("audit with canaries", audit.get("one_run")),
+        ("replay", audit.get("replay")),
+    ):
+        if part is not None and not part["made"]:
+            found.unchecked.append(f"the {name} that run.audit asks for: not made")
+    if audit["made"]:
+        found.checked.append("the numbers of the run's own audit agree")
 
 
 def _check_pages(run_dir: Path, made: dict[str, bytes], source: str, found: Attached) -> None:

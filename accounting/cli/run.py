@@ -17,7 +17,7 @@ from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
-from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT, PlanError
+from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT, REFUTED, PlanError
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import load
@@ -51,7 +51,9 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     lines.append(
         f"what was checked holds; not checked: {'; '.join(unchecked)}" if unchecked else "everything was checked"
     )
+    lines += [f"REFUTED by the run's own audit: {each}" for each in verdict.refuted]
     code = DONE if not unchecked else NOT_STRICT if arguments.strict else NOT_ALL_CHECKED
+    code = REFUTED if verdict.refuted else code
     return {**asdict(verdict), "unchecked": unchecked, "exit_code": code}, "\n".join(map(printable, lines))
 
 
@@ -108,6 +110,8 @@ def statement_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], st
         raise PlanError(
             f"{verdict.objection}, so nothing limits what withdrawing records changes; no statement is made"
         )
+    if verdict.refuted:
+        raise PlanError(f"the run's own audit refutes its claim ({verdict.refuted[0]}); no statement is made of it")
     history, _ = History.read(folder / "ledger.jsonl")
     certificate = parse((folder / "certificate.json").read_bytes())
     bound = withdrawal.bound_of(history, certificate, arguments.records, arguments.unit)
