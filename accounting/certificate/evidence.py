@@ -10,8 +10,7 @@ import math
 from typing import Any
 
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
-from murmuration.accounting.epsilon.audit_bound import epsilon_bound, p_value
-from murmuration.accounting.epsilon.audit_evidence import ACCUSED
+from murmuration.accounting.epsilon.audit_bound import ACCUSED, epsilon_bound, p_value
 
 PENDING = {
     "made": False,
