@@ -45,6 +45,7 @@ MECHANISMS = {
     "until_budget": "until_budget",
     "features": "features that are kept",
     "keep_key": "run.keep_key",
+    "audit": "run.audit",
 }
 """Every option that excludes another one, with its name in refusals."""
 _INDEPENDENT = "the latter needs the same independent noise at all steps"
@@ -55,12 +56,16 @@ APART = {
     ("banded", "noise_floor"): _INDEPENDENT,
     ("banded", "monitor"): _INDEPENDENT,
     ("banded", "keep_key"): "the secret file contains the keys of the last block's steps, whose weights were released",
+    ("banded", "audit"): "the key is kept until the audit is made, and contains the keys of the last block's steps",
     ("allocation", "banded"): "the former is proved for independent noise",
     ("allocation", "tan"): "the latter is proved for Poisson samples",
     ("allocation", "monitor"): "the latter's advice is for Poisson samples",
     ("allocation", "until_budget"): "records are allocated to a fixed number of steps; give steps or epochs",
     ("allocation", "keep_key"): "the secret file may contain the key that tells in which step of the last epoch each "
     "record took part",
+    ("allocation", "audit"): "the key is kept until the audit is made, and may tell in which step of the last epoch "
+    "each record took part",
+    ("adaptive", "audit"): "the latter holds C fixed",
     ("tan", "metrics"): "the former scales the noise of gradients alone",
     ("tan", "adaptive"): "the former scales the noise of gradients alone",
     ("tan", "until_budget"): "the former simulates a run of a fixed number of steps; give `steps`",

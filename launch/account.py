@@ -1,4 +1,4 @@
-"""Account: python launch/account.py epsilon | calibrate | plan | verify RUN_DIR | explain. Never imports torch."""
+"""python launch/account.py epsilon | calibrate | plan | verify RUN_DIR | explain | statement. Never imports torch."""
 
 import sys
 from pathlib import Path

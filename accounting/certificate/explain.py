@@ -52,7 +52,7 @@ def explain(
             "promise bounds how differently the model, and everything else that the run published, could then have "
             "come out.",
             f"How differently: whatever may be found in what was published, its probability with the {one} is at most "
-            f"{_factor(epsilon)} times its probability without, plus {show_delta(delta)}, and the same the other way "
+            f"{factor(epsilon)} times its probability without, plus {show_delta(delta)}, and the same the other way "
             f"round. The factor is e^epsilon, epsilon = {epsilon:g}; what is added is delta. Smaller is stronger. "
             f"{_open_by_delta(delta, one, n)}",
             f"What a spy gains at the very most: one who guesses by tossing a coin whether the {one} was used is right "
@@ -61,7 +61,7 @@ def explain(
             f"used, and at 0.1 % false alarms at most {percent(attacks.at_one_in_a_thousand)}. These are limits on all "
             f"attacks, also on one with all the other {one}s in hand.",
             f"What that rests on: {ASSUMPTION[0].lower()}{ASSUMPTION[1:]}",
-            _verdict(attacks, delta, n),
+            verdict(attacks, delta, n),
             f"What it does not promise: facts that hold for many {one}s (a style, a language, a disease's look) can "
             f"still be learned; a person with several {one}s is protected less, and not in proportion; and data that "
             "the model saw outside the private phases, or a stolen copy of the raw data, are not covered.",
@@ -105,7 +105,7 @@ def strength(attacks: Attacks, delta: float, n: int | None) -> str:
     )
 
 
-def _verdict(attacks: Attacks, delta: float, n: int | None) -> str:
+def verdict(attacks: Attacks, delta: float, n: int | None) -> str:
     word = strength(attacks, delta, n)
     if word == "weak":
         return (
@@ -119,7 +119,7 @@ def _verdict(attacks: Attacks, delta: float, n: int | None) -> str:
     )
 
 
-def _factor(epsilon: float) -> str:
+def factor(epsilon: float) -> str:
     """e^epsilon, rounded up: the text says that it is a bound."""
     if epsilon > 20:
         return f"10^{math.ceil(epsilon / math.log(10))}"

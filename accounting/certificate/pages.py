@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from murmuration.accounting import template
+from murmuration.accounting.certificate.evidence import refutations, rows
 from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
@@ -33,12 +34,12 @@ NOT_STATED = "not stated (the config's about section)"
 class Block:
     """Content that both pages show, each in its own markup. Texts are plain: any markup in them came with a name.
 
-    `text` and `strong` contain a paragraph; `code`, lines that are shown as they are, none of which may begin with a
-    fence; `list`, its entries; `table`, its rows, the first of which is the header; and `picture`, an SVG drawing made
-    of numbers alone, which is left out where pictures cannot be shown.
+    `text`, `strong` and `alarm` contain a paragraph; `code`, lines that are shown as they are, none of which may begin
+    with a fence; `list`, its entries; `table`, its rows, the first of which is the header; and `picture`, an SVG
+    drawing made of numbers alone, which is left out where pictures cannot be shown.
     """
 
-    kind: Literal["text", "strong", "code", "list", "table", "picture"]
+    kind: Literal["text", "strong", "alarm", "code", "list", "table", "picture"]
     content: Any
     language: str = ""
 
@@ -91,12 +92,17 @@ def _sections(certificate: dict[str, Any]) -> list[Section]:
     found = [
         Section(
             f"Privacy certificate: {certificate['run']}",
-            [Block("strong", claim["statement"]), Block("list", _facts(certificate))],
+            [
+                *(Block("alarm", f"REFUTED by this run's own audit: {each}") for each in refutations(certificate)),
+                Block("strong", claim["statement"]),
+                Block("list", _facts(certificate)),
+            ],
         ),
         Section("Steps", [Block("table", _phase_table(certificate))]),
         Section("What this means", [Block("text", text) for text in _meaning(certificate)]),
         *_limits(certificate),
-        Section("Evaluation after NIST SP 800-226", _nist(certificate)),
+        *_audited(certificate),
+        Section("Evaluation after NIST SP 800-226", nist(certificate)),
         Section("Known deviations", [Block("list", certificate["known_deviations"])]),
     ]
     if certificate.get("siblings"):
@@ -232,6 +238,13 @@ def _limits(certificate: dict[str, Any]) -> list[Section]:
     return [Section("Limits on every attack", attack), Section(f"Several {one}s, and other values of δ", people)]
 
 
+def _audited(certificate: dict[str, Any]) -> list[Section]:
+    if "audit" not in certificate:
+        return []
+    told = Block("text", "Evidence, and no part of the claim: an audit can refute a claim, never prove one.")
+    return [Section("Audit of the recipe after the run", [told, Block("table", rows(certificate["audit"]))])]
+
+
 def _gaussian(fit: dict[str, Any]) -> str:
     if fit["mu"] is None:
         return "No Gaussian mechanism describes this curve."
@@ -251,7 +264,7 @@ def percent_of(share: float) -> str:
     return f"{100 * share:g} %"
 
 
-def _nist(certificate: dict[str, Any]) -> list[Block]:
+def nist(certificate: dict[str, Any]) -> list[Block]:
     """The components that the publication names, from the guarantee down to what everything else rests on."""
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
@@ -352,6 +365,7 @@ def model_card(certificate: dict[str, Any]) -> str:
         lines += ["  accountant: PLD", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
+    lines += [f"  refuted: {_quoted(each)}" for each in refutations(certificate)[:1]]
     lines.append(f"  ledger_head: {certificate['ledger']['head']}")
     if "signature" in certificate:
         lines.append(f"  signer: {certificate['signature']['public_key']}")

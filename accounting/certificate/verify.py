@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate import withdrawal
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
 from murmuration.accounting.certificate.composition import SUMS, total
+from murmuration.accounting.certificate.evidence import fault_of as fault_of_audit
+from murmuration.accounting.certificate.evidence import refutations
 from murmuration.accounting.certificate.limits import claimed_events
 from murmuration.accounting.certificate.pages import pages
+from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.statement import FORMAT, compose, deviations_of, uncovered
 from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant
-from murmuration.accounting.errors import AccountingError, written_before
+from murmuration.accounting.errors import AccountingError, RunError, written_before
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.heads import lost_charges, noted_in, read_heads, uncharged, unknown
@@ -57,6 +61,8 @@ class Verdict:
     checkpoints: int = 0
     attached: Attached | None = None
     """None where there is no certificate yet."""
+    refuted: list[str] = field(default_factory=list)
+    """What of the claim does not stand by the run's own audit."""
 
     @property
     def unchecked(self) -> list[str]:
@@ -82,14 +88,18 @@ def verify(
         raise CertificateError(f"the ledger charges epsilon = {spent:.6f}, above the budget of {history.budget():g}")
     opened, committed = history.steps()
     certified = claimed = because = attached = None
+    refuted: list[str] = []
     if certificate_path.is_file():
         try:
             certificate = parse(certificate_path.read_bytes())
             certified = _compare(certificate, history, entries)
             claimed, because = certificate["claim"]["epsilon_claimed"], certificate["claim"]["claimed_because"]
+            refuted = refutations(certificate)
             attached = check_attached(run_dir, certificate, history, signer)
+            _check_audit(certificate, attached)
             if certificate_path.name == "certificate.json":
-                _check_pages(run_dir, certificate, attached)
+                _check_pages(run_dir, pages(certificate), "certificate.json", attached)
+                _check_statements(run_dir, certificate, history, attached)
             else:
                 attached.unchecked.append(f"the pages: they show certificate.json, not {certificate_path.name}")
         except (CertificateError, AccountingError):
@@ -103,6 +113,7 @@ def verify(
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
         opened=opened, committed=committed, lines=len(entries), head=entries.head,
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
+        refuted=refuted,
     )  # fmt: skip
 
 
@@ -158,19 +169,67 @@ def _check_checkpoints(run_dir: Path, entries: Lines) -> int:
     return len(manifests)
 
 
-def _check_pages(run_dir: Path, certificate: dict[str, Any], found: Attached) -> None:
-    """People read the pages, which nobody signs: they must follow from the certificate."""
-    for name, content in pages(certificate).items():
+def _check_audit(certificate: dict[str, Any], found: Attached) -> None:
+    """Evidence is the signer's word; what can be recomputed is that its numbers agree."""
+    if (audit := certificate.get("audit")) is None:
+        return
+    if (fault := fault_of_audit(audit)) is not None:
+        raise CertificateError(f"the certificate's audit {fault}")
+    for name, part in (
+        ("audit", audit),
+        ("audit with canaries", audit.get("one_run")),
+        ("replay", audit.get("replay")),
+    ):
+        if part is not None and not part["made"]:
+            found.unchecked.append(f"the {name} that run.audit asks for: not made")
+    if audit["made"]:
+        found.checked.append("the numbers of the run's own audit agree")
+
+
+def _check_pages(run_dir: Path, made: dict[str, bytes], source: str, found: Attached) -> None:
+    """People read the pages, which nobody signs: they must follow from `source`."""
+    for name, content in made.items():
         path = run_dir / name
         if not path.is_file():
             found.unchecked.append(f"{name}: it is missing")
         elif path.read_bytes() == content:
-            found.checked.append(f"{name} shows what the certificate says")
+            found.checked.append(f"{name} shows what {source} says")
         else:
             found.unchecked.append(
-                f"{name}: differs from the page that this version makes of certificate.json; another version may have "
-                "written it, or somebody changed it, so believe certificate.json alone"
+                f"{name}: differs from the page that this version makes of {source}; another version may have written "
+                f"it, or somebody changed it, so believe {source} alone"
             )
+
+
+def _check_statements(run_dir: Path, certificate: dict[str, Any], history: History, found: Attached) -> None:
+    """Statements about withdrawn records are signed or not: they must follow from ledger and certificate."""
+    for path in sorted(run_dir.glob("statement-*.json")):
+        try:
+            stated = parse(path.read_bytes())
+            _check_statement(stated, path.stem, certificate, history)
+        except (RunError, KeyError, TypeError, AttributeError, ValueError) as error:
+            told = error if isinstance(error, RunError) else repr(error)
+            raise CertificateError(
+                f"{path.name} does not follow from ledger and certificate ({told!s:.200}); make it again (account.py "
+                "statement)"
+            ) from None
+        found.checked.append(f"{path.name} follows from ledger and certificate")
+        _check_pages(run_dir, withdrawal.page(stated), path.name, found)
+
+
+def _check_statement(stated: dict[str, Any], name: str, certificate: dict[str, Any], history: History) -> None:
+    if "signature" in stated and (fault := fault_of(stated, history.run["signer"])) is not None:
+        raise CertificateError(f"it {fault}")
+    records, units = stated["withdrawn"]["records"], stated["withdrawn"]["units"]
+    recomputed = dict(_leaves("bound", withdrawal.bound_of(history, certificate, records, units)))
+    found = dict(_leaves("bound", stated["bound"]))
+    for place in sorted(recomputed.keys() | found.keys()):
+        if not _close(found.get(place), recomputed.get(place, _MISSING)):
+            raise CertificateError(f"it says another {place}")
+    # Its words follow from its own numbers, which may differ in their last digits from those of this processor.
+    expected = withdrawal.compose(certificate, records, units, stated["bound"])
+    if name != withdrawal.name_of(records, units) or {**stated, "signature": 0} != {**expected, "signature": 0}:
+        raise CertificateError("its words are others")
 
 
 def _require_line(entries: Lines, length: int, head: str, witness: str) -> None:

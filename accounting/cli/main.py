@@ -30,6 +30,7 @@ def _command(name: str) -> Command:
         "compare": compare.compare_command,
         "verify": run.verify_command,
         "explain": run.explain_command,
+        "statement": run.statement_command,
     }[name]
 
 
@@ -64,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     verify = "recompute a run's epsilon from its ledger alone; exit code 7 if not all was checked"
     _verify_options(commands.add_parser("verify", help=verify))
     _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
+    statement = "a page and JSON on what withdrawing a person's records from a finished run changes at most"
+    _statement_options(commands.add_parser("statement", help=statement))
     return parser
 
 
@@ -162,3 +165,11 @@ def _explain_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--steps", type=int)
     command.add_argument("--sigma", type=float)
     _draws_options(command)
+
+
+def _statement_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT")
+    command.add_argument("--records", type=int, required=True, metavar="K", help="how many records of one person")
+    command.add_argument("--unit", action="store_true", help="K units with all their records, where the run has units")
+    command.add_argument("--key", type=Path, metavar="FILE", help="sign it: secret/run.key of a run that kept its key")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")

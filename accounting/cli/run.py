@@ -1,23 +1,29 @@
-"""`account.py verify` and `account.py explain`: what a run's ledger proves, and what that means."""
+"""`account.py verify`, `explain` and `statement`: what a run's ledger proves, and what that means."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from murmuration.accounting.certificate import withdrawal
 from murmuration.accounting.certificate.certificate import verify
-from murmuration.accounting.certificate.explain import Attacks, explain
+from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import claimed_events, row
+from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.cli.draws import asked_sampling, delta_of
+from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
-from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT, PlanError
+from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT, REFUTED, PlanError
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.event import Event
+from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import parse_delta
+from murmuration.accounting.strict_json import parse
 from murmuration.accounting.unit import RECORD, unit_in_words
 
 
@@ -45,7 +51,9 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     lines.append(
         f"what was checked holds; not checked: {'; '.join(unchecked)}" if unchecked else "everything was checked"
     )
+    lines += [f"REFUTED by the run's own audit: {each}" for each in verdict.refuted]
     code = DONE if not unchecked else NOT_STRICT if arguments.strict else NOT_ALL_CHECKED
+    code = REFUTED if verdict.refuted else code
     return {**asdict(verdict), "unchecked": unchecked, "exit_code": code}, "\n".join(map(printable, lines))
 
 
@@ -91,6 +99,43 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
         f"For a record that is exchanged for another one, or gets another label: {_shown(replaced, delta)}.",
     ]
     return values, "\n\n".join([text, *lines])
+
+
+def statement_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    folder = arguments.target
+    verdict = verify(folder)
+    if verdict.attached is None:
+        raise PlanError(f"{folder} has no certificate yet; statements are made of runs that have ended")
+    if verdict.objection:
+        raise PlanError(
+            f"{verdict.objection}, so nothing limits what withdrawing records changes; no statement is made"
+        )
+    if verdict.refuted:
+        raise PlanError(f"the run's own audit refutes its claim ({verdict.refuted[0]}); no statement is made of it")
+    history, _ = History.read(folder / "ledger.jsonl")
+    certificate = parse((folder / "certificate.json").read_bytes())
+    bound = withdrawal.bound_of(history, certificate, arguments.records, arguments.unit)
+    document = withdrawal.compose(certificate, arguments.records, arguments.unit, bound)
+    if arguments.key is not None:
+        key = load(arguments.key)
+        if public_key(key) != history.run["signer"]:
+            raise PlanError(f"{arguments.key} is not the key of this run; give its own, or leave --key out")
+        document = signed(document, key)
+    name = f"{withdrawal.name_of(arguments.records, arguments.unit)}.json"
+    content = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    files = withdrawal.page(document) | {name: content.encode("utf-8", "backslashreplace")}
+    for file, data in files.items():
+        with atomic(folder / file) as written:
+            written.write(data)
+    low, high = bound["true_positives"]
+    lines = [
+        document["statement"],
+        f"a test with 0.1 % false alarms finds at most {percent(low['at_most'])}, with 1 % at most "
+        f"{percent(high['at_most'])}; advantage at most {percent(bound['advantage'])}",
+        f"written: {', '.join(str(folder / file) for file in files)}"
+        + ("" if arguments.key else " (not signed: it follows from the signed certificate)"),
+    ]
+    return document, "\n".join(map(printable, lines))
 
 
 class ClaimToExplain(NamedTuple):

@@ -16,6 +16,8 @@ from scipy.stats import binom
 from murmuration.accounting.errors import RunError
 
 CONFIDENCE = 0.95
+# The share of audits that accuse an honest run. The reported bound has a confidence of its own.
+ACCUSED = 1e-6
 # How many coins to guess, as shares of m. Fixed before any score is seen; each one costs confidence.
 SHARES = (0.05, 0.1, 0.2, 0.4)
 LARGEST_EPSILON = 64.0

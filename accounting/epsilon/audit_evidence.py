@@ -17,6 +17,7 @@ import numpy as np
 
 from murmuration.accounting.epsilon.accountant import epsilon_below, plain_sigma
 from murmuration.accounting.epsilon.audit_bound import (
+    ACCUSED,
     CONFIDENCE,
     LARGEST_EPSILON,
     AuditError,
@@ -31,8 +32,6 @@ from murmuration.accounting.epsilon.audit_pairs import Pairs
 from murmuration.accounting.epsilon.trade_off import TradeOff, of_events, of_point
 from murmuration.accounting.event import Event
 
-# The share of audits that accuse an honest run. The reported bound has a confidence of its own.
-ACCUSED = 1e-6
 # Deltas below the claim's matter for judging improbable numbers of right guesses.
 CURVE_DELTA = 1e-10
 LEAST_SCALE, MOST_SCALE = 2.0**-5, 2.0**5

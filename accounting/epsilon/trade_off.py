@@ -9,7 +9,7 @@ bound), the smallest of all these bounds is far below what a single (ε, δ) giv
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -106,10 +106,16 @@ class TradeOff:
 def of_events(events: Sequence[Event], delta: float) -> TradeOff:
     """The curve between epsilon = 0 and the epsilon at `delta`."""
     merged = merge(events)
-    highest = epsilon(merged, delta)
-    asked = [0.0, *(highest * (k + 1) / POINTS for k in range(POINTS))] if highest > 0 else [0.0]
-    deltas = deltas_at(merged, asked, delta)
     sigma = plain_sigma(merged) if merged else None
+    return up_to(epsilon(merged, delta), delta, lambda asked: deltas_at(merged, asked, delta), sigma)
+
+
+def up_to(
+    highest: float, delta: float, deltas_of: Callable[[Sequence[float]], Sequence[float]], sigma: float | None = None
+) -> TradeOff:
+    """The curve between epsilon = 0 and `highest`, the epsilon at `delta`; `deltas_of` gives proved deltas."""
+    asked = [0.0, *(highest * (k + 1) / POINTS for k in range(POINTS))] if highest > 0 else [0.0]
+    deltas = deltas_of(asked)
     # The accountant's epsilon at delta is at least as good as what the curve gives there.
     return TradeOff(tuple(asked), (*deltas[:-1], min(deltas[-1], delta)) if highest > 0 else tuple(deltas), sigma)
 

@@ -394,6 +394,11 @@ def weight_changed(folder: Path) -> None:
     save_file({"weight": np.ones(3, dtype=np.float32)}, folder / "model.safetensors")
 
 
+def weight_renamed(folder: Path) -> None:
+    tensors = {"kernel": np.arange(3, dtype=np.float32), "bias": np.ones((2, 1))}
+    save_file(tensors, folder / "model.safetensors")
+
+
 FORGERIES: list[tuple[Callable[[Path], None], str]] = [
     (signs(understated), "fails: Spent: the certificate says ε = "),
     (signs(reworded), "fails: The certificate's sentence is not that of its numbers"),
@@ -436,7 +441,8 @@ FORGERIES: list[tuple[Callable[[Path], None], str]] = [
     (writes("certificate.json", "[]"), "is no certificate that this page can check"),
     (writes("ledger.jsonl", ""), "is empty, so it describes no run"),
     (writes("ledger.jsonl", "{}\n"), "is not an entry of a ledger"),
-    (weight_changed, "open: model.safetensors: its tensor weight is under no certified name"),
+    (weight_changed, "open: model.safetensors: its tensor weight is under no certified name, and equals no certified"),
+    (weight_renamed, "open: model.safetensors: 1 of its 2 tensors are certified ones under other names"),
 ]  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_no_word_of_it_can_be_improved(tmp_path: Path, where: tuple, value: obje
 def test_pages_that_say_something_else_are_named(tmp_path: Path, name: str) -> None:
     """Nobody signs them, and they are what people read."""
     document = certified(whole_run(tmp_path), {"about": {"owner": "a name with \udcff in it"}})
-    told = f"{name} shows what the certificate says"
+    told = f"{name} shows what certificate.json says"
     found = verify(tmp_path).attached
     assert found is not None and told in found.checked
     page = (tmp_path / name).read_text()

@@ -307,6 +307,7 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
     "correlated noise": ([BANDED], [
         ([put("phases.1.privacy.tan", {"scale": 2})], "(privacy.noise) and a TAN simulation (privacy.tan) do not"),
         ([put("run.keep_key", True)], "(privacy.noise) and run.keep_key do not go together"),
+        ([put("run.audit", True)], "(privacy.noise) and run.audit do not go together"),
         ([put("phases.1.monitor", PATH)], "(privacy.noise) and monitor do not go together"),
         ([put("phases.1.optimizer.params.noise_floor", 1e-6)], "and optimizer.params.noise_floor do not"),
     ]),
@@ -314,8 +315,13 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([BANDED], "(privacy.sampling) and correlated noise (privacy.noise) do not"),
         ([put("phases.1.privacy.tan", {"scale": 2})], "(privacy.sampling) and a TAN simulation (privacy.tan) do not"),
         ([put("run.keep_key", True)], "(privacy.sampling) and run.keep_key do not go together"),
+        ([put("run.audit", True)], "(privacy.sampling) and run.audit do not go together"),
         ([put("phases.1.monitor", PATH)], "the latter's advice is for Poisson samples"),
         ([drop("phases.1.steps"), put("phases.1.until_budget", True)], "are allocated to a fixed number of steps"),
+    ]),
+    "an audit": ([put("run.audit", True)], [
+        ([put("phases.1.privacy", None), put("phases.1.batch", 20)], "run.audit tests a claim, and no phase has"),
+        ([put("phases.1.privacy.clip.adaptive", {})], "and run.audit do not go together"),
     ]),
     "features": ([], [
         ([*FEATURES, put("phases.1.data.augment", "random_resized_crop")], "keeps features and augments its pictures"),

@@ -41,6 +41,7 @@ SHAPES: list[tuple[str, Any]] = [
 SHAPES_NOT: list[tuple[str, Any]] = [
     ("zero_optimization.stage", 2), ("zero_optimization.reduce_bucket_size", 1000), ("run.checkpoint_every", 3),
     ("run.log_every", 1), ("run.keep_checkpoints", 5), ("run.dir", "/elsewhere"), ("run.keep_key", True),
+    ("run.audit", True),
     ("about.cost", "more"), ("phases.1.data.path", "moved"), ("phases.1.data.tokenizer", "moved.json"),
     ("phases.1.evaluation.records", 5), ("steps_per_print", 5), ("run.engine", "fsdp2"),
     ("phases.1.data.expected_records", 77), ("phases.1.data.reading.workers", 0),
@@ -80,6 +81,7 @@ LEFT_OUT = [
     "run.witness",
     "run.log_every",
     "run.private_curves",
+    "run.audit",
     "run.keep_key",
     "run.tuned_on_private_data",
     "run.debug_seed",

@@ -11,6 +11,8 @@ from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded, joined, leave
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from murmuration.train.config.root import Config
 
 
@@ -53,6 +55,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--record", type=int, metavar="N", help="with --replay: the record to blank (default: one that is drawn)"
     )
+    parser.add_argument(
+        "--attach", action="store_true",
+        help="what run.audit asks for: canaries and replay with their defaults, as evidence in the certificate of this "
+        "config's finished run",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     return parser.parse_args(argv)
 
@@ -71,7 +78,16 @@ def main(argv: list[str] | None = None) -> int:
             config = on_this_machine(config, run_dir_of(config, arguments.config))
     except RunError as error:
         return complain(error)
+    if arguments.attach:
+        return _attach(config, run_dir_of(config, arguments.config))
     return _run(arguments, config)
+
+
+def _attach(config: Config, root: Path) -> int:
+    from murmuration.train.audit.attach import attach
+    from murmuration.train.engines.local import start_ranks
+
+    return guarded(lambda: attach(config, root, start_ranks()), main_rank=True)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from murmuration.accounting.errors import DONE, RunError
+from murmuration.accounting.errors import BUDGET_SPENT, DONE, RunError
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exit_codes import complain_per_machine, guarded, joined, leave
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from murmuration.train.recipe.ready_phase import ReadyPhase
 
 
+# How the audit of a finished run computes, whatever the run did: in one process.
+ALONE = ("run.engine=local", "run.shard_over=null")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Train as a config says: deepspeed launch/train.py --config ds_configs/demo.json",
         epilog="Exit codes: 0 done, 2 bad input, 3 budget spent, 4 self-test failed, 5 ledger or resume refused, "
-        "75 stopped, resume me.",
+        "6 refuted by its own audit (run.audit), 75 stopped, resume me.",
     )
     add_config(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what the config means, and stop")
@@ -111,4 +115,20 @@ def _run(arguments: argparse.Namespace, config: Config, phases: list[ReadyPhase]
         run_all(arguments, settled(config, root, ranks), agree(phases, ranks), root, ranks)
         return DONE
 
-    leave(guarded(act, ranks.main))
+    code = guarded(act, ranks.main)
+    if config.run.audit and ranks.main and code in (DONE, BUDGET_SPENT):
+        _audit(arguments)
+    leave(code)
+
+
+def _audit(arguments: argparse.Namespace) -> NoReturn:
+    """Becomes the process that audits the run, with the memory of the device free for it. Nothing that trains can
+    reach the audit's own code, which can plant faults."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in launched and not k.startswith("TORCHELASTIC")}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), env.get("PYTHONPATH")]))
+    settings = [part for each in [*arguments.set, *ALONE] for part in ("--set", each)]
+    asked = ["-m", "murmuration", "audit", "--attach", "--config", str(arguments.config), *settings]
+    os.execve(sys.executable, [sys.executable, *asked], env)

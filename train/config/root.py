@@ -105,6 +105,12 @@ class Run(Keeping):
         description="Keeps curves of private records without noise (loss, norms, batch sizes, times) for the owner; "
         "decisions based on them are outside the claim, and the certificate says so.",
     )
+    audit: bool = Field(
+        default=False,
+        description="Audits the recipe once the run has ended, in one process, and adds the result to the certificate "
+        "as evidence: 4 steps with canaries, and 1 to 4 steps made twice, one in 200. Draws, noise and ε are those of "
+        "a run without it; the key is destroyed after it.",
+    )
     keep_key: bool = Field(
         default=False,
         description="Keeps the secret file, in its final state, after the final certificate is written: it can sign "
@@ -155,8 +161,8 @@ OF_NO_RELEASE: Mapping[str, Any] = {
     },
     "run": dict.fromkeys((
         "engine", "shard_over", "cuda_graph", "dir", "registry", "witness", "log_every", "private_curves",
-        "keep_key", "tuned_on_private_data", "debug_seed", "checkpoint_every", "checkpoint_lag", "keep_checkpoints",
-        "keep_every", "keep_best", "stall_seconds", "stop_after_minutes",
+        "audit", "keep_key", "tuned_on_private_data", "debug_seed", "checkpoint_every", "checkpoint_lag",
+        "keep_checkpoints", "keep_every", "keep_best", "stall_seconds", "stop_after_minutes",
     ), True),
 }  # fmt: skip
 """Keys that shape nothing of what a phase releases, in pydantic's form: how it is computed and kept, and paths, for
@@ -202,8 +208,15 @@ class Config(Section):
     def _goes_together(self) -> Config:
         of_run = {"exact"} if self.run.noise == "exact" else set[str]()
         of_run |= {"keep_key"} if self.run.keep_key else set()
+        of_run |= {"audit"} if self.run.audit else set()
         for phase in self.phases:
             phase.require_together(of_run)
+        return self
+
+    @model_validator(mode="after")
+    def _audit_has_a_claim(self) -> Config:
+        if self.run.audit and all(phase.privacy is None for phase in self.phases):
+            raise ValueError("run.audit tests a claim, and no phase has privacy; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -149,7 +149,7 @@ def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> cert
     return finish(
         run, [RunLog.of(phase.index, config.run.registry) for phase in phases if phase.private], latest,
         lambda: _told(config, phases, latest), others=lambda: _best(config, run_dir, run.writer, latest),
-        keep_key=config.run.keep_key, publish=publish,
+        keep_key=config.run.keep_key, audited=config.run.audit, publish=publish,
     )  # fmt: skip
 
 

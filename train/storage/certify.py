@@ -10,6 +10,7 @@ from typing import Any
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.composition import composed, known_runs
+from murmuration.accounting.certificate.evidence import PENDING
 from murmuration.accounting.certificate.signature import fault_of, signed
 from murmuration.accounting.certificate.statement import uncovered
 from murmuration.accounting.certificate.weights import list_digest, write_lists
@@ -72,11 +73,11 @@ class Told:
 def finish(
     run: OpenRun, logs: Sequence[RunLog], newest: Loaded, told: Callable[[], Told], *,
     others: Callable[[], list[Loaded]] = list, deviations: Sequence[str] = (), keep_key: bool = False,
-    publish: Callable[[dict[str, Any]], None] = lambda document: None,
+    audited: bool = False, publish: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> certificate.Verdict:  # fmt: skip
     """On the main rank: certifies the run, destroys its key, and verifies it all from the ledger alone. `others`:
-    checkpoints beside the newest one whose weights may be exported. `publish`: shows the certificate, while the key
-    still exists."""
+    checkpoints beside the newest one whose weights may be exported. `audited`: an audit follows, which needs the key to
+    sign its result. `publish`: shows the certificate, while the key still exists."""
 
     def describe() -> dict[str, Any]:
         found = told()
@@ -85,6 +86,7 @@ def finish(
             "model": found.model,
             # Of the last start, like the files' times: when the run ended would reveal how long its private steps took.
             "dates": {"last_start": run.checkpoints.times.day},
+            **({"audit": _audit_before(run.folder, run.writer.history)} if audited else {}),
             "engine": str(found.engine),
             "machine": f"{'cuda' if run.ranks.device.type == 'cuda' else 'cpu (gloo)'}; not yet proved on several GPUs",
             "hashes": {
@@ -96,9 +98,19 @@ def finish(
         }
 
     publish(certify(run.folder, run.writer, logs, describe, lambda: [newest, *others()], deviations))
-    if not keep_key and destroy(run.folder.key):
+    if not keep_key and not audited and destroy(run.folder.key):
         run.say("the run key is destroyed: nobody can redraw the noise")
     return certificate.verify(run.folder.root)
+
+
+def _audit_before(run_dir: RunDir, history: History) -> dict[str, Any]:
+    """The evidence in a certificate that is written again; nobody repeats an audit until it pleases."""
+    try:
+        document = parse((run_dir.root / "certificate.json").read_bytes())
+        signed_here = fault_of(document, history.run["signer"]) is None
+        return document["audit"] if signed_here else PENDING
+    except (OSError, ValueError, KeyError, TypeError):
+        return PENDING
 
 
 def certify(

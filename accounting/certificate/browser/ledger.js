@@ -498,6 +498,9 @@ async function judge({ ledger, certificate, signed, files = [] }) {
     else if (ledger.lastUncovered > length) say("fails", "The run went on after the certificate was written, so it no longer covers it.");
     else say("holds", `Line ${length.toLocaleString("en")} of the ledger is the one that the certificate names.`);
     found.push(await signatureOf(certificate, signed, ledger.run.signer));
+    const { one_run: canaries = {}, replay = {} } = certificate.audit ?? {};
+    if (canaries.refuted?.length || replay.refuted) say("fails", "REFUTED: the run's own audit found that its claim does not hold.");
+    else if (certificate.audit) say("open", "The run's own audit is evidence beside the claim; its numbers are not computed anew here.");
     if (typeof claim.private !== "boolean") say("fails", "The certificate does not say whether it claims privacy.");
     const [{ unit, adjacency }] = [...ledger.plans.values(), words()], own = { run: ledger.run.name, unit, adjacency };
     for (const [name, value] of Object.entries(own)) if (certificate[name] !== value) say("fails", `The certificate's ${name} is not that of the ledger, ${value}.`);
@@ -636,17 +639,19 @@ async function weights(certificate, files, say) {
   }
   say("holds", "weights.json is the list of tensors that was certified.");
   for (const file of given) {
-    const strange = await unlike(file, Object.values(lists), file.name.startsWith("averaged") ? "averaged/" : "");
-    if (strange === null) say("holds", `${file.name}: every tensor is a certified one.`);
-    else say("open", `${file.name}: its tensor ${strange} is under no certified name. Where an export renamed it, account.py verify can follow that.`);
+    const { all, strange } = await unlike(file, Object.values(lists), file.name.startsWith("averaged") ? "averaged/" : "");
+    const foreign = strange.find((each) => !each.elsewhere);
+    if (!strange.length) say("holds", `${file.name}: every tensor is a certified one.`);
+    else if (foreign) say("open", `${file.name}: its tensor ${foreign.name} is under no certified name, and equals no certified tensor. Where an export cut or computed it, account.py verify can follow that.`);
+    else say("open", `${file.name}: ${strange.length} of its ${all} tensors are certified ones under other names, such as ${strange[0].name}. Whether each stands where it belongs is not checked here; account.py verify follows an export's renamed.json.`);
   }
 }
 
-// The first tensor of a file that is not in any one of the lists; null if all are.
+// How many tensors a file has, and those that are not the certified ones of their names in the list that fits best, with whether another name has them there.
 async function unlike(file, lists, prefix) {
   const size = Number(new DataView(await file.slice(0, 8).arrayBuffer()).getBigUint64(0, true));
   if (!(size <= 100 * 2 ** 20)) throw new Refused(`${file.name} is not a safetensors file`);
-  const header = parseJson(await file.slice(8, 8 + size).text()), left = lists.map(() => null);
+  const header = parseJson(await file.slice(8, 8 + size).text()), left = lists.map(() => []), held = lists.map((list) => new Set(Object.values(list)));
   const ends = Object.entries(header).filter(([key]) => key !== "__metadata__").map(([, each]) => each.data_offsets).sort(([a, b], [c, d]) => a - c || b - d);
   if (!ends.length || ends.some(([from, to], k) => from !== (k ? ends[k - 1][1] : 0) || !(to >= from)) || file.size !== 8 + size + ends.at(-1)[1]) {
     throw new Refused(`${file.name} has bytes that belong to no tensor`);
@@ -655,9 +660,11 @@ async function unlike(file, lists, prefix) {
     const hash = new Sha256().update(bytesOf(`${dtype} [${shape.join(", ")}]\n`));
     for (let at = from; at < to; at += PIECE) hash.update(new Uint8Array(await file.slice(8 + size + at, 8 + size + Math.min(to, at + PIECE)).arrayBuffer()));
     const digest = hash.hex();
-    lists.forEach((list, k) => { if (list[prefix + name] !== digest) left[k] ??= name; });
+    lists.forEach((list, k) => { if (list[prefix + name] !== digest) left[k].push({ name, elsewhere: held[k].has(digest) }); });
   }
-  return left.includes(null) ? null : left[0];
+  const foreign = (strange) => strange.filter((each) => !each.elsewhere).length;
+  const [strange] = left.sort((a, b) => foreign(a) - foreign(b) || a.length - b.length);
+  return { all: ends.length, strange };
 }
 
 // A dropped or embedded certificate: its values, and the same with every number as it was written.
