@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-slow | test-kernels | test-times | fuzz | mutate | lint.
+# make setup | demo | test | test-full | test-slow | test-kernels | test-oldest | test-times | fuzz | mutate | lint.
 # Each creates .venv if it is missing; nothing need be set up before.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -19,7 +19,7 @@ READY := .venv/.ready
 # What the model of the demo writes below pictures that it has not seen.
 CAPTIONS := runs/demo/captions
 
-.PHONY: setup demo test test-core test-rest test-full test-slow test-kernels test-times fuzz mutate lint
+.PHONY: setup demo test test-core test-rest test-full test-slow test-kernels test-oldest test-times fuzz mutate lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -78,6 +78,14 @@ KERNEL_TESTS := tests/accounting/test_acc_composition.py $(addprefix tests/train
 test-kernels: $(READY)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \
 	    -m "not slow" -q -n auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS)
+
+# With the lowest versions that pyproject.toml allows, in an environment of their own (5.6 GB). Not in CI, which would
+# fetch a second PyTorch each time.
+test-oldest: $(READY)
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python build/oldest
+	@$(BIN)/uv pip install -q --python build/oldest/bin/python -r pyproject.toml --extra dev --resolution lowest-direct
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(CURDIR)/build/oldest/bin:$$PATH" build/oldest/bin/python \
+	    -m pytest -m "not slow" -q -n auto --maxprocesses 8 --dist worksteal $(KERNEL_TESTS)
 
 # Thirty dearest tests by processor seconds, and the sum of each group; WRITE=--write makes tests/times.json anew.
 WRITE ?=

@@ -2,6 +2,7 @@
 
     python benchmarks/data.py --quick --out benchmarks/results/data.json
     python benchmarks/data.py --large        how long one huge picture takes, in ordinary ones; in seconds
+    python benchmarks/data.py --shrunk       the same pictures as they are and shrunk by `prepare.py pack`
 
 Both read the same shards, make the same crops with equally many worker processes, and take turns within one process;
 where other programs share the machine, only ratios of medians are meaningful. webdataset's crops are Pillow's, as its
@@ -52,9 +53,7 @@ LOADS = (2.0, 1.0, 0.7, 0.5)  # of a step, in units of what the workers can read
 WAITING = 6  # batches that a loader may have ready when its turn begins; they are not counted
 
 
-def make_shards(folder: Path, shards: int, records: int, side: int = 256, quality: int = 95) -> ShardIndex:
-    """img2dataset's layout: JPEGs of about 30 kB (56 kB of 512 px), caption and json; webdataset's writer."""
-    folder.mkdir(exist_ok=True)
+def make_pictures(side: int, quality: int) -> list[bytes]:
     rng = np.random.default_rng(0)
     pictures = []
     for _ in range(200):
@@ -63,6 +62,13 @@ def make_shards(folder: Path, shards: int, records: int, side: int = 256, qualit
         out = io.BytesIO()
         Image.fromarray(noisy).save(out, "JPEG", quality=quality)
         pictures.append(out.getvalue())
+    return pictures
+
+
+def make_shards(folder: Path, shards: int, records: int, side: int = 256, quality: int = 95) -> ShardIndex:
+    """img2dataset's layout: JPEGs of about 30 kB (56 kB of 512 px), caption and json; webdataset's writer."""
+    folder.mkdir(exist_ok=True)
+    pictures = make_pictures(side, quality)
     for shard in range(shards):
         with TarWriter(str(folder / f"{shard:06d}.tar"), encoder=False) as writer:
             for record in range(records):
@@ -161,6 +167,41 @@ def trainer_alone(reader: BatchReader, index: ShardIndex, turns: int, records: i
             reader.fetch(row, turn)
         spent.append(1000 * (time.process_time() - burnt) / rows.size)
     return statistics.median(spent)
+
+
+def shrunk(folder: Path, side: int, workers: int, turns: int, records: int) -> dict[str, Any]:
+    """The same pictures packed as they are and shrunk, read in turns."""
+    source = folder / "pictures"
+    source.mkdir(parents=True)
+    for number, picture in enumerate(make_pictures(side, 85)):
+        for copy in range(5):
+            (source / f"{number:03d}{copy}.jpg").write_bytes(picture)
+    readers, loaders, kilobytes = [], {}, {}
+    for name, more in (("packed", []), ("shrunk", ["--max-shorter-side", "256"])):
+        command = [
+            sys.executable,
+            str(ROOT / "launch" / "prepare.py"),
+            "pack",
+            str(source),
+            "--out",
+            str(folder / name),
+        ]
+        subprocess.run([*command, *more], check=True, stdout=subprocess.DEVNULL)
+        index = ShardIndex.open(folder / name)
+        kilobytes[name] = sum(shard.bytes for shard in index.shards) / index.records / 1000
+        reader = BatchReader(index, DataSpec(SIDE, "random_resized_crop"), augment_key=KEY,
+                             reading=ReadOptions(workers=workers, in_flight=workers + 2))  # fmt: skip
+        loaders[name] = sampled(loader_of(index, reader, 0.25))
+        readers.append(reader)
+    found: dict[str, list[float]] = {name: [] for name in loaders}
+    for _ in range(turns + 1):
+        for name, batches in loaders.items():
+            found[name].append(one_turn(batches, records)[1])
+    for reader in readers:
+        reader.close()
+    cpu = {name: statistics.median(each[1:]) for name, each in found.items()}
+    ratios = [whole / small for whole, small in zip(found["packed"][1:], found["shrunk"][1:], strict=True)]
+    return {"side": side, "kilobytes": kilobytes, "cpu_ms_per_sample": cpu, "ratio_of_cpu": statistics.median(ratios)}
 
 
 def waiting(index: ShardIndex, workers: int, turns: int, records: int) -> dict[str, Any]:
@@ -281,6 +322,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
     parser.add_argument("--large", action="store_true", help="one huge picture against ordinary ones, and nothing else")
+    parser.add_argument(
+        "--shrunk", action="store_true", help="pictures packed as they are and shrunk, and nothing else"
+    )
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
@@ -290,6 +334,10 @@ def main() -> None:
         folder = Path(scratch)
         if arguments.large:
             print(json.dumps(large_picture(make_shards(folder / "256", 1, 200), 200)))
+            return
+        if arguments.shrunk:
+            for side in (512, 1024):
+                print(json.dumps(shrunk(folder / str(side), side, arguments.workers, 9, 384)), flush=True)
             return
         index = make_shards(folder / "256", 4, 500 if quick else 5000)
         large = make_shards(folder / "512", 4, 250 if quick else 2500, 512, 85)

@@ -50,7 +50,7 @@ DELTA = "1/(2n)"
 CLASSES = "classes.txt"  # beside the shards, where prepare.py pack writes it
 CHECKPOINTS = 10
 ROWS_OF_A_UNIT = 8
-"""In a pass over features, which costs little for each record. A constant, because the largest unit is no public fact."""
+"""In a pass over features, where a record costs little. A constant, because the largest unit is no public fact."""
 
 
 @dataclass(frozen=True)

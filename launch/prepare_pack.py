@@ -67,6 +67,10 @@ def declare(commands: Any) -> None:
         "--window", nargs=2, type=float, metavar=("CENTRE", "WIDTH"),
         help="which values of grey DICOM files are shown (default: each file's own first window)",
     )  # fmt: skip
+    pack.add_argument(
+        "--max-shorter-side", type=int, metavar="N",
+        help="shrink pictures whose shorter side has more than N pixels to N, keeping their shape (default: none)",
+    )  # fmt: skip
     pack.add_argument("--per-shard", type=int, default=1000, help="images in one tar file")
     pack.add_argument(
         "--workers", type=int, default=len(os.sched_getaffinity(0)), help="decoding processes (default: all cores)"
@@ -96,7 +100,7 @@ def _pack(arguments: argparse.Namespace) -> int:
     request = Request(
         arguments.out.absolute(), arguments.unit, arguments.hold_out, classes, arguments.classes_from_rows,
         arguments.per_shard, arguments.workers, None if several is None else arguments.label,
-        None if arguments.window is None else Window(*arguments.window),
+        None if arguments.window is None else Window(*arguments.window), arguments.max_shorter_side,
     )  # fmt: skip
     layout = open_layout(source)
     print(layout.told)
@@ -115,6 +119,10 @@ def _told(packed: Packed, request: Request) -> list[str]:
         "only you can read what was packed (folders 0700, files 0600); if all of it is public: chmod -R a+rX "
         + " ".join(shlex.quote(str(each.folder.parent)) for each in (index, packed.held_out) if each is not None),
     ]
+    if request.max_shorter_side is not None:
+        lines.append(
+            f"pictures of more than {request.max_shorter_side} pixels on their shorter side were shrunk to that"
+        )
     if packed.held_out is not None:
         lines.append(f"held out: {packed.held_out.records} records, index in {packed.held_out.folder}")
     if packed.several:

@@ -75,7 +75,7 @@ class View:
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
         box = (left, top, min(right, image.width), min(bottom, image.height))
         whole = box == (0, 0, size, size) == (0, 0, *image.size)
-        out = np.asarray(image) if whole else resized(image, box, size)
+        out = np.asarray(image) if whole else resized(image, box, (size, size))
         if not self.flip:
             return out
         mirrored = np.empty_like(out)

@@ -43,7 +43,7 @@ from murmuration.data.store.stored import Stored
 # The trainer's end of one decoding process: starts it, hands it jobs, takes rows or learns how it died.
 
 MOST = 16
-"""Records per message."""
+"""Records per message, unless they are large."""
 # Not resolved: in a checkout `murmuration/data` is a link to `data`, and the package lies beside it.
 _ROOT = str(Path(__file__).absolute().parents[3])
 _START_SECONDS = 120.0
@@ -218,7 +218,7 @@ Verdict = BadRecord | bool
 
 class DecodePool:
     """`make` from any number of threads; up to `processes` processes, started when needed. `key_of` is that of a
-    step."""
+    step. `most`: records per message, for which each process has memory."""
 
     def __init__(
         self,
@@ -227,12 +227,13 @@ class DecodePool:
         key_of: Callable[[int], bytes] = lambda _step: b"",
         limits: Limits = LIMITS,
         program: str = "murmuration.data.decode.worker:serve",
+        most: int = MOST,
     ) -> None:
         if processes < 1:
             raise ValueError(f"{processes} decoding processes: at least 1 is needed")
         self._maker, self._program, self._key_of = maker, program, key_of
         self.limits = limits
-        self._setup = Setup(maker, MOST, limits.address_bytes)
+        self._setup = Setup(maker, most, limits.address_bytes)
         self._told = pickle.dumps(self._setup)
         # Last in, first out: on a quiet step a few warm processes do all the work.
         self._idle: queue.LifoQueue[DecodeProcess | None] = queue.LifoQueue()
@@ -253,7 +254,7 @@ class DecodePool:
         return found[0]
 
     def make(self, wanted: Sequence[Wanted], step: int, take: Callable[[int, np.void], object]) -> list[Verdict]:
-        """At most MOST records. `take(place, row)` gets each that could be made, to copy what it needs; raises
+        """At most `most` records. `take(place, row)` gets each that could be made, to copy what it needs; raises
         DecoderError if the machine is at fault, and what reading raises."""
         verdicts: dict[int, Verdict] = {}
         left = dict(enumerate(wanted))

@@ -26,16 +26,17 @@ DECODER = ", ".join(
 """What makes pixels of bytes, with versions."""
 
 
-def resized(image: Image.Image, box: tuple[float, float, float, float], size: int) -> np.ndarray:
-    """uint8 [size, size, 3] of the box (left, top, right, bottom) of an RGB image; its sides need not be whole."""
+def resized(image: Image.Image, box: tuple[float, float, float, float], size: tuple[int, int]) -> np.ndarray:
+    """uint8 [height, width, 3] of the box (left, top, right, bottom) of an RGB image, whose sides need not be whole.
+    `size` is (width, height)."""
     left, top = math.floor(box[0]), math.floor(box[1])
     part = image.crop((left, top, math.ceil(box[2]), math.ceil(box[3])))
     box = (box[0] - left, box[1] - top, box[2] - left, box[3] - top)
     if simd is None:
-        return np.asarray(part.resize((size, size), Image.Resampling.BICUBIC, box=box))
+        return np.asarray(part.resize(size, Image.Resampling.BICUBIC, box=box))
     source = simd.ImageData(*part.size, simd.PixelType.U8x3, part.tobytes())
-    target = simd.ImageData(size, size, simd.PixelType.U8x3)
+    target = simd.ImageData(*size, simd.PixelType.U8x3)
     cut = simd.CropBox(box[0], box[1], box[2] - box[0], box[3] - box[1])
     cubic = simd.ResizeAlg.convolution(simd.FilterType.catmull_rom)
     simd.Resizer().resize(source, target, simd.ResizeOptions(resize_alg=cubic, crop_box=cut, use_alpha=False))
-    return np.frombuffer(target.get_buffer(), np.uint8).reshape(size, size, 3)
+    return np.frombuffer(target.get_buffer(), np.uint8).reshape(size[1], size[0], 3)

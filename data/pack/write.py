@@ -35,11 +35,13 @@ from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.pack.dicom import Window, as_png, is_dicom
 from murmuration.data.pack.plan import Labels, Plan, Planned, settle
 from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, Layout, PackError
+from murmuration.data.pack.shrink import Shrinking
 from murmuration.data.store.index_files import index_file, make_folder, read_json
 from murmuration.data.store.tar import shown
 
 CLASSES, LEFT_OUT = "classes.txt", "left_out.jsonl"
 HELD_OUT = "-held-out"
+SHRUNK_TO = "max_shorter_side"
 _PARTS = ("records", "held_out")
 _AT_ONCE = 64  # pictures in memory
 _LONGEST_STEM = 60
@@ -60,10 +62,14 @@ class Request:
     """The field of the .json for the list of a record's classes, where it may have any number."""
     window: Window | None = None
     """The window of grey DICOM files; None: each file's own."""
+    max_shorter_side: int | None = None
+    """In pixels, to which larger pictures are shrunk."""
 
     def __post_init__(self) -> None:
         if self.per_shard < 1 or self.workers < 1:
             raise PackError(f"{self.per_shard} records per shard, {self.workers} workers: both must be at least 1")
+        if self.max_shorter_side is not None and self.max_shorter_side < 1:
+            raise PackError(f"--max-shorter-side {self.max_shorter_side}: name at least 1 pixel")
         if not 0 <= self.hold_out < 1:
             raise PackError(f"--hold-out {self.hold_out:g}: name a share from 0 to below 1")
 
@@ -141,6 +147,7 @@ class _Packer:
             )
         more: dict[str, Any] = {} if request.listed is None else {"listed": request.listed}
         more |= {} if request.window is None else {"window": [request.window.centre, request.window.width]}
+        more |= {} if request.max_shorter_side is None else {SHRUNK_TO: request.max_shorter_side}
         self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names, **more})
 
     def pack(self) -> Packed:
@@ -230,9 +237,11 @@ class _Packer:
                 file.write("".join(f"{name}\n" for name in self._labels.names).encode())
         if part == 0:
             self._list_left_out(folder)
-        receipt = {"digest": self._digest, "records": index.records}
+        receipt: dict[str, Any] = {"digest": self._digest, "records": index.records}
         if self._labels.from_rows:
             receipt[OF_ROWS] = ClassList(self._labels.names).digest
+        if self._request.max_shorter_side is not None:
+            receipt[SHRUNK_TO] = self._request.max_shorter_side
         _write_json(folder / RECEIPT, receipt)
         folder.rename(target)
 
@@ -282,12 +291,13 @@ def _nothing(faults: Iterator[Fault]) -> PackError:
 
 class _Pictures:
     """Reads and decodes pictures several at a time. They are decoded by other processes, which a hostile file may end;
-    whether it decodes is all that is used."""
+    whether it decodes is all that is used, unless they are shrunk."""
 
     def __init__(self, layout: Layout, request: Request) -> None:
         self._layout, self._window = layout, request.window
-        self._decoders = DecodePool(RecordMaker(DataSpec(8)), request.workers)
-        self._threads = ThreadPoolExecutor(request.workers + 2)
+        side, workers = request.max_shorter_side, request.workers
+        self._decoders = DecodePool(RecordMaker(DataSpec(8)), workers) if side is None else Shrinking(side, workers)
+        self._threads = ThreadPoolExecutor(workers + 2)
 
     def each(self, records: list[Planned]) -> Iterator[tuple[Planned, bytes | Fault]]:
         for start in range(0, len(records), _AT_ONCE):
@@ -299,8 +309,8 @@ class _Pictures:
             raw = self._layout.picture(record.at)
             if is_dicom(raw):
                 raw = as_png(raw, self._window)
-            self._decoders.picture(raw)
-            return raw
+            made = self._decoders.picture(raw)
+            return made if isinstance(made, bytes) else raw
         except BadPicture as error:
             return Fault(record.row, record.image, error.reason, error.detail)
         except BadRecord as error:

@@ -44,6 +44,12 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(middle, len(found), middle - half, middle + half)
 
 
+def mean_share(values: Sequence[float]) -> Estimate:
+    """Of shares, areas or precisions, which lie between 0 and 1, and so does the interval."""
+    found = mean(values)
+    return Estimate(found.value, found.n, max(found.low, 0.0), min(found.high, 1.0))
+
+
 def bootstrap(values: np.ndarray, drawn: Callable[[np.ndarray], np.ndarray], n: int, draws: int) -> list[Estimate]:
     """For what is no mean over records. `values` were measured on all `n`; `drawn` measures as many, drawn with
     replacement, by their places. The interval holds the middle 95 % of `draws` such measurements, by a fixed seed."""

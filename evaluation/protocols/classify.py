@@ -14,7 +14,7 @@ from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
 from murmuration.evaluation.errors import EvaluationError
-from murmuration.evaluation.measures.interval import Estimate, mean, share
+from murmuration.evaluation.measures.interval import Estimate, mean_share, share
 from murmuration.evaluation.measures.one_against_rest import auc_estimate, confusion, sensitivity, specificity
 from murmuration.evaluation.session.result import Outcome, Result, Tile, write_csv
 from murmuration.evaluation.session.session import Chosen, Session, Work, by_list
@@ -116,7 +116,7 @@ def table_of_classes(
     if len(names) > 2:
         for title, of_classes in (("balanced accuracy", measured["sensitivity"]), ("mean AUC", measured["AUC"])):
             if of_classes:
-                result.add(title, mean([each.value for each in of_classes]))
+                result.add(title, mean_share([each.value for each in of_classes]))
     return table
 
 
@@ -176,10 +176,10 @@ def _multi_label(session: Session, chosen: Chosen, classes: ClassList | None, la
     known = [value for value in each.values() if value is not None]
     if not known:
         raise EvaluationError(f"none of these records has a class under {label!r}, so no class can be ranked")
-    result.add(TITLES[MEAN_PRECISION], mean(known))
+    result.add(TITLES[MEAN_PRECISION], mean_share(known))
     areas = [auc_estimate(scores[:, place], right[:, place]) for place in range(len(names))]
     if any(areas):
-        result.add("mean AUC", mean([area.value for area in areas if area]))
+        result.add("mean AUC", mean_share([area.value for area in areas if area]))
     table = [["class", "records", "average precision", "AUC"]]
     for place, ((name, value), area) in enumerate(zip(each.items(), areas, strict=True)):
         cells = ["" if value is None else f"{value:.4f}", "" if area is None else interval(area)]

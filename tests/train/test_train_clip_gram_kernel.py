@@ -190,9 +190,21 @@ def test_sums_load_nothing_that_the_products_do_not(tokens: int, capability: int
 def test_parts_are_added_outside_the_tensor_cores(tokens: int, capability: int) -> None:
     """The compiler would rather let a product begin with the sum so far, which the bound on rounding does not allow."""
     compiled, _ = compiled_gram("bf16", tokens, capability)
-    begun = re.findall(r"(?:tt\.dot|ttng\.warp_group_dot) %\w+, %\w+, (%\w+)", compiled.asm["ttgir"])
-    assert len(begun) >= 2
-    assert all(name.startswith("%cst") for name in begun), begun
+    product = re.compile(r"(%\w+) = (?:tt\.dot|ttng\.warp_group_dot) %\w+, %\w+, (%[\w#]+) .* : \S*?<\d+x(\d+)xbf16")
+    # Of each product that stands in the code, the columns that it ends a sum of.
+    columns: dict[str, int] = {}
+    most = 0
+    for line in compiled.asm["ttgir"].splitlines():
+        if (found := product.search(line)) is None:
+            assert "tt.dot " not in line and "warp_group_dot " not in line, line
+            for name in re.findall(r"(%\w+) = ", line):  # names come again, as those of what a loop carries
+                columns.pop(name, None)
+            continue
+        ended, begun, own = found.groups()
+        assert begun.startswith("%cst") or begun in columns, f"begins with the sum of earlier parts: {line}"
+        columns[ended] = columns.get(begun, 0) + int(own)
+        most = max(most, columns[ended])
+    assert most == PART
 
 
 @pytest.mark.parametrize("tokens", [40, 50, 197, 320, 255])

@@ -168,8 +168,6 @@ def test_ranks_that_leave_part_of_a_copy_are_refused() -> None:
 def test_blocks_of_one_kind_are_compiled_once_and_nothing_else_is(
     objective: Objective, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch._dynamo.utils import counters
-
     sizes: list[bool] = []
 
     def noting(graph: Any, inputs: Any) -> Any:
@@ -183,7 +181,6 @@ def test_blocks_of_one_kind_are_compiled_once_and_nothing_else_is(
     model = build(shape, objective)
     plain, compiled = PlainForward(model), PlainForward(deepcopy(model), compiled=True)
     torch._dynamo.reset()
-    counters.clear()
     for _ in range(2):
         expected = plain(batch.inputs, batch.present)
         expected.backward()
@@ -195,8 +192,8 @@ def test_blocks_of_one_kind_are_compiled_once_and_nothing_else_is(
                 assert one.grad is other.grad, name
             else:
                 assert torch.allclose(one.grad, other.grad, rtol=1e-5, atol=1e-7), name
-    assert dict(counters["frames"]) == {"total": 2, "ok": 2}, "the encoder's blocks and the decoder's"
-    assert sizes == [False, False], "compilers may fail where a size is a symbol"
+    assert len(sizes) == 2, "the encoder's blocks and the decoder's"
+    assert not any(sizes), "compilers may fail where a size is a symbol"
     torch._dynamo.reset()
 
 

@@ -102,7 +102,7 @@ def _tried(make: Callable[[], dict[str, Any]], run_dir: RunDir) -> dict[str, Any
             file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))
         return {
             "made": False,
-            "reason": f"it failed with {type(error).__name__}; logs/private/audit-failed.txt has more",
+            "reason": f"it failed with {type(error).__name__}; logs/private tells more",
         }
 
 
