@@ -31,12 +31,14 @@ import difflib
 import hashlib
 import json
 import lzma
+import os
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy loads: several threads add in another order
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parents[1]), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
 
