@@ -36,7 +36,7 @@ def start(
     engine, clip, noise = private_engine(ranks, plan_for(), False, model, optimizer=chosen)
     records = SyntheticRecords.of(model.shape, "classify")
     if kept:
-        records = SyntheticRecords.of_features(model.shape.encoder.width, 5)
+        records = SyntheticRecords.of_features(model.shape.encoder.width, 5, rows=1)
     report = self_test(engine, clip, noise, 0, records, 4, ranks)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     return report.largest_hostile
