@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import confusion_matrix, roc_auc_score
 
+from murmuration.evaluation.measures.interval import mean, mean_share
 from murmuration.evaluation.measures.one_against_rest import (
     auc,
     auc_estimate,
@@ -63,6 +64,13 @@ def test_rates_and_confusion_are_counted() -> None:
         assert other is not None and other.value == np.delete(rest, place, 1).sum() / rest.sum()
         assert found.low < found.value < found.high
     assert sensitivity(called == 4, truth == 4) is None
+
+
+def test_an_interval_over_classes_stays_between_0_and_1() -> None:
+    for values in ([1.0, 1.0, 0.2], [0.0, 0.0, 0.9]):
+        found, free = mean_share(values), mean(values)
+        assert 0 <= found.low <= found.value == free.value <= found.high <= 1
+        assert free.low < 0 or free.high > 1, "Student's interval alone leaves the range"
 
 
 def test_of_two_classes_the_second_is_looked_for_and_of_more_the_mean_is_told() -> None:

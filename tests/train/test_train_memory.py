@@ -39,7 +39,7 @@ def test_memory_that_was_freed_serves_the_next_allocation() -> None:
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "given_back = min(faults() for _ in range(8))\n"
         "describe_process()\n"
-        "print(json.dumps({'given back': given_back, 'kept': min(faults() for _ in range(40))}))\n"
+        "print(json.dumps({'given back': given_back, 'kept': max([faults() for _ in range(40)][20:])}))\n"
     )
     if found["given back"] < 16_000:
         pytest.skip("this system's allocator keeps what was freed by itself")
