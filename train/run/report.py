@@ -48,7 +48,7 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
         ],
         facts=facts(certificate),
         config=shown_config(config),
-        samples=[sample | {"wrong": _wrong(sample)} for sample in samples],
+        samples=[sample | {"words": _judged(sample)} for sample in samples],
         next=NEXT,
         certificate=html_sections(certificate),
     )
@@ -93,9 +93,10 @@ def shown_config(config: Config) -> str:
     return json.dumps(told, indent=2, ensure_ascii=False)
 
 
-def _wrong(sample: dict[str, str]) -> bool:
-    """Whether the model wrote a word that does not belong to the picture. To say less is not wrong."""
-    return bool(sample["truth"]) and not set(sample["caption"].lower().split()) <= set(sample["truth"].lower().split())
+def _judged(sample: dict[str, str]) -> list[tuple[str, bool]]:
+    """Each word of a caption, and whether it belongs to the picture. To say less is not wrong."""
+    true = set(sample["truth"].lower().split())
+    return [(word, not true or word.lower() in true) for word in sample["caption"].split()]
 
 
 def _kind(phase: Phase) -> str:
