@@ -45,14 +45,15 @@ build/types-checked: $(READY) $(shell find -L murmuration \( -name '*.py' -o -ty
 	@mkdir -p $(@D) && touch $@
 
 # What starts no launcher shares the cores; then come runs of several processes, fewer at once since their ranks share
-# them too, and their threads do not wait for each other by spinning. Tests start Python many times: its compiled files
-# are kept even where the environment forbids it. A failure among the first does not keep the others from telling theirs.
+# them too. Each process has one thread: more would wait for each other. Tests start Python many times: its compiled
+# files are kept even where the environment forbids it. A failure among the first does not keep the others from telling
+# theirs.
 AT_ONCE := -n auto --maxprocesses 4 --dist loadfile
 define run_tests
-	@code=0; export PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH"; \
-	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $(1) -q \
+	@code=0; export PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH"; \
+	    $(BIN)/python -m pytest -m $(1) -q \
 	        -n auto --maxprocesses 8 --dist $(2) --ignore tests/end_to_end || code=$$?; \
-	    OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m $(1) -q $(3) tests/end_to_end || code=$$?; exit $$code
+	    $(BIN)/python -m pytest -m $(1) -q $(3) tests/end_to_end || code=$$?; exit $$code
 endef
 
 # What the privacy claim rests on, in minutes: tests/conftest.py names it.
