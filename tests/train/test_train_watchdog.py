@@ -180,8 +180,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int | str, Started]]:
     """All at once: nearly all that they do is to wait, four minutes if one came after the other."""
-    cases = dict(enumerate({"acts": acts} for acts, _, _ in HANGING)) | OTHERS
-    found = {name: Started(folder=tmp_path_factory.mktemp("ranks"), **case) for name, case in cases.items()}
+    cases: dict[int | str, dict[str, Any]] = {number: {"acts": acts} for number, (acts, _, _) in enumerate(HANGING)}
+    found = {name: Started(folder=tmp_path_factory.mktemp("ranks"), **case) for name, case in (cases | OTHERS).items()}
     yield found
     for each in found.values():
         each.kill()
