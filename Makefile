@@ -45,14 +45,16 @@ build/types-checked: $(READY) $(shell find -L murmuration \( -name '*.py' -o -ty
 	@mkdir -p $(@D) && touch $@
 
 # What starts no launcher shares the cores; then come runs of several processes, fewer at once since their ranks share
-# them too, and their threads do not wait for each other by spinning. Tests start Python many times: its compiled files
-# are kept even where the environment forbids it. A failure among the first does not keep the others from telling theirs.
-AT_ONCE := -n auto --maxprocesses 4 --dist loadfile
+# them too. Each process has one thread: more would wait for each other. Tests start Python many times: its compiled
+# files are kept even where the environment forbids it. A failure among the first does not keep the others from telling
+# theirs.
+BY_FILE := loadfile --no-loadscope-reorder
+AT_ONCE := -n auto --maxprocesses 4 --dist $(BY_FILE)
 define run_tests
-	@code=0; export PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH"; \
-	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $(1) -q \
+	@code=0; export PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH"; \
+	    $(BIN)/python -m pytest -m $(1) -q \
 	        -n auto --maxprocesses 8 --dist $(2) --ignore tests/end_to_end || code=$$?; \
-	    OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m $(1) -q $(3) tests/end_to_end || code=$$?; exit $$code
+	    $(BIN)/python -m pytest -m $(1) -q $(3) tests/end_to_end || code=$$?; exit $$code
 endef
 
 # What the privacy claim rests on, in minutes: tests/conftest.py names it.
@@ -61,11 +63,13 @@ test: lint test-core
 test-core: $(READY)
 	$(call run_tests,"core and not slow",worksteal,)
 
-# Everything but the slow tests: the core, then the rest.
-test-full: test test-rest
+# Everything but the slow tests, in one call of pytest and not in two: each of its processes imports everything.
+test-full: lint $(READY)
+	$(call run_tests,"not slow",$(BY_FILE),$(AT_ONCE))
 
+# What `make test` leaves.
 test-rest: $(READY)
-	$(call run_tests,"not core and not slow",loadfile,$(AT_ONCE))
+	$(call run_tests,"not core and not slow",$(BY_FILE),$(AT_ONCE))
 
 # Which kernels PyTorch, oneDNN, MKL, OpenBLAS and NumPy take depends on the processor, and they add and round in other
 # orders. With the oldest of each, which every x86-64 has, a test that holds on one processor alone shows itself.
@@ -93,7 +97,7 @@ test-times: $(READY)
 	@$(BIN)/python -m tests.times $(WRITE)
 
 test-slow: $(READY)
-	$(call run_tests,"slow",loadfile,)
+	$(call run_tests,"slow",$(BY_FILE),)
 
 # A finding is written to tests/fuzz/corpus, which make test-full runs again.
 fuzz: $(READY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ def rate_interval(meter: Meter, n: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
+@functools.cache
 def poisson_epsilon(sigma: float, rate: float, steps: int) -> float:
     """By dp-accounting's privacy loss distributions."""
     accountant = pld.PLDAccountant()

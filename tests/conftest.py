@@ -7,6 +7,7 @@ import importlib
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import cpu_seconds, share
+from tests.times import Times
 
 # No test may fail because the machine was slow, or by chance: with `search`, hypothesis draws other examples each time.
 for profile, repeated in (("suite", True), ("search", False)):
@@ -95,6 +97,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("core")
         if item.path.is_relative_to(TESTS / "contrib"):  # what no recipe uses is tried by `make test-slow` alone
             item.add_marker("slow")
+    # What takes longest begins first, or one core would still be at it when the others are done.
+    table, files = Times.read().tests, Counter[Path]()
+    for item in items:
+        files[item.path] += table.get(item.nodeid.removeprefix("tests/"), share.CHEAP)
+    items.sort(key=lambda item: -files[item.path])
 
 
 most_modules = 0

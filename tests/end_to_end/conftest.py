@@ -30,7 +30,7 @@ def small_config(small_data: Path) -> dict[str, Any]:
     """The demo's config at toy size; a debug seed makes runs comparable bit by bit (and NOT PRIVATE)."""
     config = json.loads((ROOT / "ds_configs" / "demo.json").read_text())
     del config["$schema"]
-    config["train_micro_batch_size_per_gpu"] = 8
+    config["train_micro_batch_size_per_gpu"] = 16
     config["model"] |= {
         "width": 32, "depth": 1, "heads": 2, "decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2,
         "mae_decoder_width": 16, "mae_decoder_heads": 2,

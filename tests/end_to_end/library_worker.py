@@ -83,11 +83,15 @@ def refusal(folder: Path, **changes: Any) -> str:
 
 def main() -> None:
     ranks, folder = start_ranks(), Path(sys.argv[-1])
+    # Every engine stops and goes on with AdamW, and every optimizer at ZeRO-1, which holds slices.
     found: dict[str, Any] = {
-        f"{engine} {name}": trained(folder / f"{engine}-{name}", ranks=ranks, optimizer=make, **settings)
+        f"{engine} {name}": trained(
+            folder / f"{engine}-{name}", (2, 4) if name == "AdamW" or engine == "zero1" else (4,), ranks=ranks,
+            optimizer=make, **settings,
+        )
         for engine, settings in ENGINES.items()
         for name, make in OPTIMIZERS.items()
-    }
+    }  # fmt: skip
     refused = {
         engine: refusal(folder / f"{engine}-whole", ranks=ranks, optimizer=Whitened, **settings)
         for engine, settings in ENGINES.items()

@@ -1,4 +1,4 @@
-"""Run under `deepspeed` with allocations.cpp preloaded: what one rank holds at each ZeRO stage; with `--sharded`, only
+"""Run by a launcher with allocations.cpp preloaded: what one rank holds at each ZeRO stage; with `--sharded`, only
 where the model is sharded, FSDP2 included."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ZeRO 0-3 and FSDP2, four optimizers, two of them in bf16 too, 1 to 3 ranks: three noisy steps equal one textbook."""
+"""ZeRO 0-3 and FSDP2, four optimizers, one of them in bf16 too, 1 to 3 ranks: three noisy steps equal one textbook."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
     assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
     results = found["results"]
-    assert len(results) == 5 * (4 + 2) + (3 * 3 if world == 3 else 0)
+    assert len(results) == 5 * (4 + 1) + (3 * 3 if world == 3 else 0)
     assert all(result["world"] == world for result in results)
     for result in results:
         assert result["bound"] <= WIDEST_BOUND, result
@@ -51,7 +51,7 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert all(result["drift"] > 10 * result["bound"] for result in found["planted"].values()), found["planted"]
     # Two thousand micro-batches: from the clipped sums to the weights, in units of C.
     errors = found["errors_of_long_sums"]
-    assert len(errors) == 5 and all(error <= 1e-3 for error in errors.values()), errors
+    assert len(errors) == 3 and all(error <= 1e-3 for error in errors.values()), errors
     # Units of 1 to 9 rows, from the rows to the weights, in units of the whole sum.
     units = found["errors_of_units"]
     assert len(units) == 5 * 2 and all(error <= 1e-6 for error in units.values()), units

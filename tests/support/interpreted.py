@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -19,3 +20,14 @@ def results_of(worker: Path) -> Any:
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS ")), None)
     assert line is not None, done.stdout + done.stderr
     return json.loads(line.removeprefix("RESULTS "))
+
+
+def patch_once() -> None:
+    """For the script: Triton's language is patched as a kernel begins, and not anew in each function that it calls,
+    which took two fifths of the interpreter's time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain, whole = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda _: plain(whole)
+    interpreter.InterpretedFunction.__call__ = lambda self, *given, **named: self.rewrite()(*given, **named)

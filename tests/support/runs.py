@@ -22,9 +22,9 @@ SMALL_STEPS = 12
 
 
 def toy(config: dict[str, Any]) -> None:
-    """Fast, with a checkpoint at every other step, so that kills meet many of them; units are dropped at random, and a
+    """Fast, with a checkpoint at every other step, so that kills meet many of them; paths are dropped at random, and a
     step that is made again must drop the same."""
-    config["model"] |= {"depth": 2, "dropout": 0.1, "drop_path": 0.3}
+    config["model"] |= {"depth": 2, "drop_path": 0.3}
     for phase in config["phases"]:
         phase["data"]["reading"] = {"workers": 0}
     private = config["phases"][1]

@@ -33,6 +33,7 @@ from murmuration.train.clip.per_record import OuterProduct
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.standardised import Standardisation
 from murmuration.train.clip.triton_kernels import group_norm_backward, layer_norm_backward, row_sums, scale
+from tests.support.interpreted import patch_once
 from tests.support.parity_cases import CASES
 from tests.support.train_helpers import SHAPE, nano_inputs
 
@@ -364,6 +365,7 @@ def clipped(which: str, all_kernels: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    patch_once()
     print("RESULTS " + json.dumps({
         "fp16": products(torch.float16, PART), "fp32": products(torch.float32, PART, SHAPES[::2]),
         "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(), "planted": planted(),

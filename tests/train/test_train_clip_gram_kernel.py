@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_a_residual_network_with_its_kernels_is_clipped_as_without(found: dict[s
     assert every["used"]["group_norm_backward"] >= 4 and every["used"]["standardised"] >= 4
 
 
+@functools.cache
 def compiled_gram(kind: str, tokens: int, capability: int, summed: bool = True) -> tuple[Any, Cut]:
     """By Triton's compiler and NVIDIA's assembler, which need no GPU."""
     import triton

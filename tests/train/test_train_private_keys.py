@@ -164,7 +164,7 @@ def killed_behind(writes):
             if number % 4 == 0:
                 found.save()
 
-for writes in (1, 2, 3, 4, 5, 6, 7, 9, 12, 17, 23):
+for writes in (1, 2, 3, 4, 5, 6, 7, 23):  # all of one step, the next, and those of a save
     child = os.fork()  # of a process that has imported and computed nothing
     if child == 0:
         killed_behind(writes)
@@ -181,7 +181,7 @@ def test_killed_at_any_write_it_continues_and_no_step_is_charged_less(tmp_path: 
     command = [sys.executable, "-c", KILLED, str(place)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     told = [[int(word) for word in line.split()] for line in done.stdout.splitlines() if line[:1].isdigit()]
-    assert [code for _, code, _ in told] == [-signal.SIGKILL] * 11, done.stderr
+    assert [code for _, code, _ in told] == [-signal.SIGKILL] * 8, done.stderr
     opens = [count for _, _, count in told]
     assert opens == sorted(opens) and opens[-1] > 11
     with opened(place, 1, steps=200, **ROOMY) as found:
