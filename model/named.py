@@ -78,6 +78,8 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
     else:
         args = _config(name, args)
         given = {**given, "model_args": args}
+        if reads_texts(args):
+            return {"vocabulary": args["vocab_size"], **given}
         side = side_of(name, args)
     return {"image_size": side, **given}
 
@@ -130,6 +132,11 @@ def _config(name: str, args: dict[str, Any]) -> dict[str, Any]:
     if is_tower(found):  # transformers has image classifiers of the whole model alone
         found = {"model_type": found["model_type"].removesuffix(TOWER), "vision_config": found}
     return found | args
+
+
+def reads_texts(config: dict[str, Any]) -> bool:
+    """Whether it is a language model's. Some image models have a vocabulary too, of what patches look like."""
+    return isinstance(config.get("vocab_size"), int) and not {"image_size", "n_pixels"} & config.keys()
 
 
 def is_tower(config: dict[str, Any]) -> bool:
