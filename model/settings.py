@@ -37,6 +37,8 @@ class Head:
     loss: Loss
     scale: float
     bias: float
+    weights: tuple[float, ...] | None = None
+    """By which losses are multiplied, for each class."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,16 @@ def _as_tuple(given: Any) -> Any:
     return tuple(given) if isinstance(given, list) else given
 
 
+def _as_weights(given: Any) -> Any:
+    if isinstance(given, str):
+        raise ValueError(
+            f"is a list of public numbers, one for each class, not {given!r:.40}: how many private records a class has "
+            "is private, and nothing is charged for counting them"
+        )
+    return _as_tuple(given)
+
+
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 Deviation = Annotated[float, Field(gt=0)]
 Channels = Annotated[tuple[float, float, float], BeforeValidator(_as_tuple)]
 
@@ -230,6 +242,11 @@ class ModelSettings(BaseModel):
         allow_inf_nan=False,
         description="Bias of every class at the start; null: -10 for sigmoid, 0 for softmax.",
     )
+    class_weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(_as_weights)] = Field(
+        default=None,
+        description="Public numbers, one for each class in order, that multiply its records' losses before clipping; "
+        "with sigmoid, each class's own question. Never from the counts of private records.",
+    )
     stages: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
         default=None, min_length=1, max_length=4, description="Blocks per stage; makes the classifier a ResNet."
     )
@@ -256,6 +273,16 @@ class ModelSettings(BaseModel):
         if isinstance(given, dict) and given.get("size") == "huge" and "patch_size" not in given:
             return {**given, "patch_size": TABLES["mae"]["huge"].patch_size}
         return given
+
+    @model_validator(mode="after")
+    def _one_weight_for_each_class(self) -> ModelSettings:
+        weights = self.class_weights
+        if weights is not None and (len(weights) != self.classes or not any(weights)):
+            raise ValueError(
+                f"class_weights has {len(weights)} numbers, and model.classes is {self.classes}; give one for each "
+                "class, not all of them 0"
+            )
+        return self
 
     @property
     def reads_texts(self) -> bool:
@@ -338,6 +365,7 @@ class ModelSettings(BaseModel):
                 self.classify_loss,
                 self.head_scale,
                 HEAD_BIAS[self.classify_loss] if self.head_bias is None else self.head_bias,
+                self.class_weights,
             ),
             resnet=resnet,
             drop_path=self.drop_path,

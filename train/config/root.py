@@ -18,7 +18,7 @@ from murmuration.accounting.noise import NoiseKind
 from murmuration.model.named import LIBRARIES
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
-from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
+from murmuration.train.config.phase import STATISTICS, Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
 from murmuration.train.config.zero_optimization import ZeroOptimization
@@ -257,6 +257,19 @@ class Config(Section):
                 f"model.name {self.model.name!r} normalises by stored statistics ({layer}), which only trained weights "
                 'have; begin with a phase whose data.source is "checkpoint", or name an encoder with LayerNorm or '
                 "GroupNorm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _class_weights_weigh(self) -> Config:
+        if self.model.class_weights is None:
+            return self
+        if all(phase.objective != "classify" for phase in self.phases):
+            raise ValueError('model.class_weights are of classes, and no phase has objective "classify"; leave it out')
+        if solved := [phase.name for phase in self.phases if phase.trainable == STATISTICS]:
+            raise ValueError(
+                f"phase {solved[0]!r} solves its head from sums, which model.class_weights does not weigh; leave it "
+                "out, and set head.balanced"
             )
         return self
 
