@@ -126,8 +126,11 @@ def _config(name: str, args: dict[str, Any]) -> dict[str, Any]:
     path = Path(name) / CONFIG
     found = json_object(path) if path.is_file() else {}
     if not isinstance(found.get("model_type"), str):
-        why = "names no model_type" if found else "does not exist"
-        raise NamedError(f"{path} {why}; set model.name to a folder with a model in Hugging Face's layout")
+        why = "names no model_type" if found else "does not exist, and nothing is downloaded"
+        raise NamedError(
+            f"{path} {why}; set model.name to a folder with a model in Hugging Face's layout (hf download NAME "
+            "--local-dir FOLDER makes one)"
+        )
     found = {key: value for key, value in found.items() if key not in LEFT_OUT}
     if is_tower(found):  # transformers has image classifiers of the whole model alone
         found = {"model_type": found["model_type"].removesuffix(TOWER), "vision_config": found}
