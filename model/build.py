@@ -18,7 +18,7 @@ from murmuration.model.body import Body
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier, TransformerClassifier
 from murmuration.model.encoder import Encoder, PatchProjection
-from murmuration.model.language_model import LanguageModel
+from murmuration.model.language_model import LanguageModel, NamedLanguageModel
 from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
@@ -72,11 +72,14 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
         "text": LanguageModel,
     }
     if shape.named is not None:
-        kinds = {"mae": _no_autoencoder, "caption": NamedCaptioner, "classify": NamedClassifier}
-    if (shape.family == "gpt2") != (objective == "text"):
+        named: dict[str, Callable[[Shape], Model]] = {
+            "mae": _no_autoencoder, "caption": NamedCaptioner, "classify": NamedClassifier, "text": NamedLanguageModel,
+        }  # fmt: skip
+        kinds = named
+    if shape.reads_texts != (objective == "text"):
         raise SettingsError(
-            f'model.family "{shape.family}" cannot be trained with objective "{objective}"; family "gpt2" and '
-            'objective "text" belong together.'
+            f'model.family "{shape.family}" cannot be trained with objective "{objective}"; objective "text" and a '
+            "language model belong together."
         )
     if objective not in kinds:
         raise ValueError(f'there is no objective "{objective}"; choose "mae", "caption", "classify" or "text".')

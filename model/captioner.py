@@ -128,8 +128,12 @@ class Captioner(Encoder):
 
 def caption_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """[B, T, V] and [B, T] -> [B]; PAD targets do not count, and a caption of only PAD has loss 0."""
+    return mean_over(targets != PAD, logits, targets)
+
+
+def mean_over(counted: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+    """[B]: each row's mean cross-entropy over the targets that count, 0 where none does."""
     entropy = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    counted = targets != PAD
     # where, not a product: a PAD position with an infinite logit must not turn 0 · inf into NaN.
     total = torch.where(counted, entropy.view(targets.shape), 0.0).sum(dim=1)
     return total / counted.sum(dim=1).clamp(min=1)

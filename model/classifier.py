@@ -23,22 +23,24 @@ from murmuration.model.settings import Loss, Shape
 from murmuration.model.statistics_head import StatisticsHead
 
 
-def classification_loss(logits: Tensor, labels: Tensor, kind: Loss) -> Tensor:
+def classification_loss(logits: Tensor, labels: Tensor, kind: Loss, weights: Tensor | None = None) -> Tensor:
     """[B, classes] and [B] -> [B] in fp32: cross-entropy, or the sum over classes of binary cross-entropies.
 
+    `weights` [classes] multiply the loss of a record by its class, or each class's own part of the sum.
     A label that is not a class number gives a loss of 0: one record must not be able to stop a run.
     """
     logits, classes = logits.float(), logits.shape[1]
+    weights = None if weights is None else weights.float()
     if labels.dim() > 1:
         if kind == "softmax":
             raise ValueError('labels [B, classes] are for classify_loss "sigmoid"; give one class number per image.')
-        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").sum(1)
+        return F.binary_cross_entropy_with_logits(logits, labels.float(), weights, reduction="none").sum(1)
     known = (labels >= 0) & (labels < classes)
     if kind == "softmax":
-        losses = F.cross_entropy(logits, labels.clamp(0, classes - 1), reduction="none")
+        losses = F.cross_entropy(logits, labels.clamp(0, classes - 1), weights, reduction="none")
     else:
         wanted = labels[:, None] == torch.arange(classes, device=labels.device)
-        losses = F.binary_cross_entropy_with_logits(logits, wanted.float(), reduction="none").sum(1)
+        losses = F.binary_cross_entropy_with_logits(logits, wanted.float(), weights, reduction="none").sum(1)
     return torch.where(known, losses, 0.0)
 
 
@@ -47,6 +49,12 @@ class Classifier(nn.Module, ABC):
 
     shape: Shape
     head: nn.Linear
+    class_weights: Tensor | None
+
+    def add_head(self, shape: Shape) -> None:
+        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+        weights = None if shape.head.weights is None else torch.tensor(shape.head.weights)
+        self.register_buffer("class_weights", weights, persistent=False)
 
     @abstractmethod
     def features(self, images: Tensor) -> Tensor:
@@ -67,7 +75,7 @@ class Classifier(nn.Module, ABC):
 
     def _losses(self, features: Tensor, labels: Tensor) -> Tensor:
         if not isinstance(self.head, StatisticsHead):
-            return classification_loss(self.head(features), labels, self.shape.head.loss)
+            return classification_loss(self.head(features), labels, self.shape.head.loss, self.class_weights)
         losses = self.head(features, labels)
         if not self.training:
             with torch.no_grad():  # whoever measures listens to what the head says last
@@ -80,7 +88,7 @@ class TransformerClassifier(Classifier, Encoder):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+        self.add_head(shape)
 
     def features(self, images: Tensor) -> Tensor:
         tokens = self.tokens(images)

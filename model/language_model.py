@@ -1,8 +1,11 @@
-"""GPT-2 of transformers, built from a config alone, with one loss per text. Called as `model({"tokens": [B, T]})`.
+"""Language models of transformers, with one loss per text. Called as `model({"tokens": [B, T]})`.
 
-Two things differ from the library's whole model, and neither changes what is computed: the table of words is one module
-that is called twice, for the words and for the logits, so that whatever gathers or watches a module's weights does so
-both times; and positions have a row for each record, since a gradient that belongs to all records at once is nobody's.
+GPT-2 is built from sizes alone. Two things differ from the library's whole model, and neither changes what is computed:
+the table of words is one module that is called twice, for the words and for the logits, so that whatever gathers or
+watches a module's weights does so both times; and positions have a row for each record, since a gradient that belongs
+to all records at once is nobody's.
+
+Any other is the library's own module (`model/language_body.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from murmuration.model.captioner import caption_loss
+from murmuration.model.captioner import caption_loss, mean_over
+from murmuration.model.language_body import LanguageBody
 from murmuration.model.record_weight import Inputs, weighted
 from murmuration.model.settings import Shape
 
@@ -57,3 +61,20 @@ class LanguageModel(nn.Module):
         """Per-text losses [B]: next-token cross-entropy, mean over the text's own tokens, in fp32."""
         tokens = inputs["tokens"]
         return weighted(caption_loss(self.logits(tokens[:, :-1]), tokens[:, 1:]), inputs)
+
+
+class NamedLanguageModel(LanguageModel):
+    """In its texts, whatever follows the end is -1: tokenizers of these models have words at every other number."""
+
+    def __init__(self, shape: Shape) -> None:
+        nn.Module.__init__(self)  # no GPT-2 of ours
+        assert shape.named is not None
+        self.shape, self.body = shape, LanguageBody(shape.named)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.body(tokens.clamp(min=0))
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        tokens = inputs["tokens"]
+        targets = tokens[:, 1:]
+        return weighted(mean_over(targets >= 0, self.logits(tokens[:, :-1]), targets.clamp(min=0)), inputs)

@@ -78,6 +78,8 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
     else:
         args = _config(name, args)
         given = {**given, "model_args": args}
+        if reads_texts(args):
+            return {"vocabulary": args["vocab_size"], **given}
         side = side_of(name, args)
     return {"image_size": side, **given}
 
@@ -124,12 +126,20 @@ def _config(name: str, args: dict[str, Any]) -> dict[str, Any]:
     path = Path(name) / CONFIG
     found = json_object(path) if path.is_file() else {}
     if not isinstance(found.get("model_type"), str):
-        why = "names no model_type" if found else "does not exist"
-        raise NamedError(f"{path} {why}; set model.name to a folder with a model in Hugging Face's layout")
+        why = "names no model_type" if found else "does not exist, and nothing is downloaded"
+        raise NamedError(
+            f"{path} {why}; set model.name to a folder with a model in Hugging Face's layout (hf download NAME "
+            "--local-dir FOLDER makes one)"
+        )
     found = {key: value for key, value in found.items() if key not in LEFT_OUT}
     if is_tower(found):  # transformers has image classifiers of the whole model alone
         found = {"model_type": found["model_type"].removesuffix(TOWER), "vision_config": found}
     return found | args
+
+
+def reads_texts(config: dict[str, Any]) -> bool:
+    """Whether it is a language model's. Some image models have a vocabulary too, of what patches look like."""
+    return isinstance(config.get("vocab_size"), int) and not {"image_size", "n_pixels"} & config.keys()
 
 
 def is_tower(config: dict[str, Any]) -> bool:

@@ -36,7 +36,7 @@ class NamedClassifier(Classifier):
         super().__init__()
         self.shape = shape
         self.body = body_of(shape, facts_of(named_of(shape), shape.image_size))
-        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+        self.add_head(shape)
 
     def features(self, images: Tensor) -> Tensor:
         check_images(images, self.shape.image_size)

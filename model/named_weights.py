@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from murmuration.model.body import Body, HuggingFaceBody, TimmBody
 from murmuration.model.fill import WeightEntries, WeightEntry
+from murmuration.model.language_body import LanguageBody
 from murmuration.model.load_report import LoadReport, WeightsError
 from murmuration.model.named import CONFIG, Named, is_tower, json_object, pretrained_of
 from murmuration.model.weight_files import export_note, read_weights
@@ -56,11 +57,13 @@ def _filtered(state: dict[str, Tensor], net: nn.Module, report: LoadReport) -> M
         ) from None
 
 
-def hugging_face_entries(path: Path, body: HuggingFaceBody, named: Named, report: LoadReport) -> WeightEntries:
+def hugging_face_entries(
+    path: Path, body: HuggingFaceBody | LanguageBody, named: Named, report: LoadReport
+) -> WeightEntries:
     from transformers.utils import logging
 
     tower = (path / CONFIG).is_file() and is_tower(json_object(path / CONFIG))
-    net: Any = body.encoder if tower else body.net
+    net: Any = body.encoder if tower and isinstance(body, HuggingFaceBody) else body.net
     # On the meta device there is nothing to fill: names and shapes are compared.
     header = next(net.parameters()).is_meta
     told_before, shown_before = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -7,7 +7,7 @@ from functools import partial
 from timm.layers.norm_act import GroupNormAct
 from timm.layers.std_conv import StdConv2d
 from timm.models.resnetv2 import ResNetV2
-from torch import Tensor, nn
+from torch import Tensor
 
 from murmuration.model.classifier import Classifier
 from murmuration.model.settings import SettingsError, Shape
@@ -31,7 +31,7 @@ class ResNetClassifier(Classifier):
             norm_layer=partial(GroupNormAct, num_groups=net.groups),
             conv_layer=partial(StdConv2d, eps=1e-8),
         )
-        self.head = nn.Linear(shape.encoder.width, shape.head.classes)
+        self.add_head(shape)
 
     def features(self, images: Tensor) -> Tensor:
         return self.body.forward_features(images).mean((2, 3))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from murmuration.model.named import LIBRARIES, Library, Named, NamedError, completed
+from murmuration.model.named import LIBRARIES, Library, Named, NamedError, completed, reads_texts
 from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
 
 Loss = Literal["softmax", "sigmoid"]
@@ -37,6 +37,8 @@ class Head:
     loss: Loss
     scale: float
     bias: float
+    weights: tuple[float, ...] | None = None
+    """By which losses are multiplied, for each class."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class Shape:
         return self.drop_path > 0 or self.dropout > 0
 
     @property
+    def reads_texts(self) -> bool:
+        return self.family == "gpt2" or (
+            self.family == "hf" and self.named is not None and reads_texts(self.named.arguments)
+        )
+
+    @property
     def grid(self) -> int:
         return self.image_size // self.patch_size
 
@@ -96,6 +104,16 @@ def _as_tuple(given: Any) -> Any:
     return tuple(given) if isinstance(given, list) else given
 
 
+def _as_weights(given: Any) -> Any:
+    if isinstance(given, str):
+        raise ValueError(
+            f"is a list of public numbers, one for each class, not {given!r:.40}: how many private records a class has "
+            "is private, and nothing is charged for counting them"
+        )
+    return _as_tuple(given)
+
+
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 Deviation = Annotated[float, Field(gt=0)]
 Channels = Annotated[tuple[float, float, float], BeforeValidator(_as_tuple)]
 
@@ -123,7 +141,7 @@ class ModelSettings(BaseModel):
     family: Family = Field(
         description="Kind of model. timm: any image encoder of timm, by its `name`. hf: a model of Hugging Face, in a "
         "folder. Both train as a classifier or as a captioner's encoder, and nothing is downloaded. gpt2: a language "
-        "model that reads texts without pictures."
+        "model that reads texts without pictures; hf, if the folder has a causal language model."
     )
     name: str | None = Field(
         default=None,
@@ -224,6 +242,11 @@ class ModelSettings(BaseModel):
         allow_inf_nan=False,
         description="Bias of every class at the start; null: -10 for sigmoid, 0 for softmax.",
     )
+    class_weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(_as_weights)] = Field(
+        default=None,
+        description="Public numbers, one for each class in order, that multiply its records' losses before clipping; "
+        "with sigmoid, each class's own question. Never from the counts of private records.",
+    )
     stages: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
         default=None, min_length=1, max_length=4, description="Blocks per stage; makes the classifier a ResNet."
     )
@@ -251,6 +274,20 @@ class ModelSettings(BaseModel):
             return {**given, "patch_size": TABLES["mae"]["huge"].patch_size}
         return given
 
+    @model_validator(mode="after")
+    def _one_weight_for_each_class(self) -> ModelSettings:
+        weights = self.class_weights
+        if weights is not None and (len(weights) != self.classes or not any(weights)):
+            raise ValueError(
+                f"class_weights has {len(weights)} numbers, and model.classes is {self.classes}; give one for each "
+                "class, not all of them 0"
+            )
+        return self
+
+    @property
+    def reads_texts(self) -> bool:
+        return self.family == "gpt2" or (self.family == "hf" and reads_texts(self.model_args or {}))
+
     @property
     def title(self) -> str:
         """Family and size in a few words, without the path of a folder."""
@@ -265,7 +302,7 @@ class ModelSettings(BaseModel):
     def resolved(self) -> Shape:
         """Fill every number from the size table and the overrides, then check that they fit together."""
         if self.family in LIBRARIES:
-            return self._named(self.family)
+            return self._named_language_model() if self.reads_texts else self._named(self.family)
         if self.family == "gpt2":
             return self._language_model()
         if self.name is not None or self.model_args is not None:
@@ -328,6 +365,7 @@ class ModelSettings(BaseModel):
                 self.classify_loss,
                 self.head_scale,
                 HEAD_BIAS[self.classify_loss] if self.head_bias is None else self.head_bias,
+                self.class_weights,
             ),
             resnet=resnet,
             drop_path=self.drop_path,
@@ -362,7 +400,7 @@ class ModelSettings(BaseModel):
         from murmuration.model.body import facts_of
 
         named = self.resolved().named
-        if named is None:
+        if named is None or self.reads_texts:
             return 0
         given = {"family": self.family, "name": self.name, "model_args": self.model_args}
         stated = completed(given)["image_size"]
@@ -375,13 +413,34 @@ class ModelSettings(BaseModel):
         named = self.resolved().named
         return None if named is None else facts_of(named, self.image_size).statistics
 
+    def _named_language_model(self) -> Shape:
+        # Only here: it imports the library.
+        from murmuration.model.language_body import width_of
+
+        known = {"family", "name", "model_args", "text_length", "vocabulary", "init_seed"}
+        self._reads_text_alone(known)
+        named = Named.of("hf", self.name or "", self.model_args or {})
+        try:
+            width = width_of(named, self.text_length)
+        except NamedError as error:
+            raise SettingsError(str(error)) from None
+        if self.vocabulary != (stated := named.arguments["vocab_size"]):
+            raise SettingsError(
+                f"model.vocabulary is {self.vocabulary}, but {named} has {stated} tokens; leave it out."
+            )
+        stack, other = Stack(width, 1, 1), Stack(512, 4, 16)
+        shape = self._shape(Preset(Stack(64, 1, 1), Stack(64, 1, 1), other), resnet=None)
+        return replace(shape, image_size=1, patch_size=1, encoder=stack, text=stack, named=named)
+
+    def _reads_text_alone(self, known: set[str]) -> None:
+        fields = type(self).model_fields
+        if given := [name for name in fields if name not in known and getattr(self, name) != fields[name].default]:
+            raise SettingsError(f'family "{self.family}" has no model.{given[0]}, since it reads text alone; omit it.')
+
     def _language_model(self) -> Shape:
         if self.size not in (*TABLES["gpt2"], "custom"):
             raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')
-        known = {"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"}
-        fields = type(self).model_fields
-        if given := [name for name in fields if name not in known and getattr(self, name) != fields[name].default]:
-            raise SettingsError(f'family "gpt2" has no model.{given[0]}, since it reads text alone; omit it.')
+        self._reads_text_alone({"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"})
         shape = self._shape(TABLES["gpt2"].get(self.size), resnet=None)
         # What stands for a picture in its records is one black pixel, which the model does not look at.
         return replace(shape, image_size=1, patch_size=1, text=shape.encoder)

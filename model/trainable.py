@@ -9,7 +9,7 @@ it contains the adapters. Weights that leave a "lora" phase go through `merged`,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from murmuration.model.build import normal_draw
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
+from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 from murmuration.model.statistics_head import StatisticsHead, solved_state
@@ -51,19 +52,18 @@ def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str
     - "all": as built (the published models keep some tokens fixed).
     - "head": the last layer of the objective: `head` of a classifier, the text or pixel prediction otherwise.
     - "bias": every bias; a classifier's whole head as well, because its weights start at zero.
-    - "lora": adapters of `rank` on every linear layer in the encoder's blocks, or in a named encoder; a classifier's
-      whole head as well.
+    - "lora": adapters of `rank` on every linear layer in the encoder's blocks, or in a named encoder or language
+      model below its head; a classifier's whole head as well.
     - "statistics": two sums over the features, from which a classifier's head is solved (`statistics_head.py`).
 
     Parameters that `build` fixed stay fixed.
     """
     if trainable == "all":
         return trained(model)
-    head = head_of(model)
-    extra = (f"{head}.",) if isinstance(model, Classifier) else ()
+    extra = ("head.",) if isinstance(model, Classifier) else ()
     match trainable:
         case "head":
-            keep = {name for name in trained(model) if name.startswith(f"{head}.")}
+            keep = {name for name in trained(model) if name.startswith(f"{head_of(model)}.")}
         case "bias":
             keep = {name for name in trained(model) if name.endswith(".bias") or name.startswith(extra)}
         case "lora":
@@ -101,12 +101,14 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
 
     A model that already has them is left unchanged.
     """
-    body = "body" if isinstance(model, NamedClassifier | NamedCaptioner) else "blocks"
-    if not isinstance(model, Encoder | NamedClassifier):
+    body = "body" if isinstance(model, NamedClassifier | NamedCaptioner | NamedLanguageModel) else "blocks"
+    if not isinstance(model, Encoder | NamedClassifier | NamedLanguageModel):
         raise TrainableError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
     adapted_part, names = model.get_submodule(body), set[str]()
+    net: Any = model.body.net if isinstance(model, NamedLanguageModel) else None
+    head = None if net is None else net.get_output_embeddings()
     for path, layer in list(adapted_part.named_modules()):
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, nn.Linear) or layer is head:
             continue
         if not isinstance(layer, LowRankLinear):
             if not 0 < rank < min(layer.in_features, layer.out_features):

@@ -125,7 +125,7 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "unknown-weights", "classes"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "unknown-weights", "classes", "class-weights"]
 
 RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
 """Those of these uses that are of records; their digests are the records'."""
@@ -156,6 +156,7 @@ PUBLIC_USES = {
     "mixing": "The records whose gradients were mixed in without noise in",
     "weights": "The weights, without a ledger of ours, that began",
     "classes": "The names of the classes, which were taken from records, of",
+    "class-weights": "The numbers by which losses of classes were multiplied in",
 }  # fmt: skip
 PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
 

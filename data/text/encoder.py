@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 from murmuration.data.text.built_in import BUILT_IN
 from murmuration.data.text.clip_bpe import DEFAULT_SIZE, FULL_SIZE, open_clip_vocabulary
-from murmuration.data.text.vocabulary import PAD, TokenizerError, Vocabulary, open_bert, open_json, word_tokenizer
+from murmuration.data.text.vocabulary import (
+    PAD,
+    TokenizerError,
+    Vocabulary,
+    open_bert,
+    open_json,
+    open_of_language_model,
+    word_tokenizer,
+)
 
 __all__ = ["PAD", "TextEncoder", "word_tokenizer"]
 
@@ -34,10 +42,11 @@ def open_vocabulary(source: str | os.PathLike[str]) -> Vocabulary:
 class TextEncoder:
     """Rows of exactly `length` tokens: START, words, END, then PAD (id 0); END survives truncation."""
 
-    def __init__(self, source: str | os.PathLike[str], length: int) -> None:
+    def __init__(self, source: str | os.PathLike[str], length: int, of_language_model: bool = False) -> None:
+        """`of_language_model`: one of transformers; what follows END in its rows is NO_PADDING."""
         if length < 3:
             raise TokenizerError(f"text length {length} leaves no room for a word between <start> and <end>")
-        known = open_vocabulary(source)
+        known = open_of_language_model(source) if of_language_model else open_vocabulary(source)
         self.pad, self.start, self.end, self.unk = known.pad, known.start, known.end, known.unk
         self.length, self.vocabulary, self.digest = length, known.size, known.digest
         self._tokenizer, self._clean, self._decode = known.tokenizer, known.clean, known.decode

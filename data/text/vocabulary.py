@@ -7,6 +7,7 @@ unaccounted release of them; nothing in this package can learn one.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from murmuration.accounting.errors import RunError
 
 PAD, START, END, UNK = "<pad>", "<start>", "<end>", "<unk>"
 SPECIAL = (PAD, START, END, UNK)
+CONFIG, CONTROL = "tokenizer_config.json", ("bos_token", "eos_token")
 BERT_SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+NO_PADDING = -1  # the id of padding where no token is set aside for it
 NO_UNKNOWN = -1  # the id of the unknown token where every text can be spelt; no real id equals it
 
 
@@ -55,6 +58,29 @@ def open_json(path: str | os.PathLike[str]) -> Vocabulary:
     except Exception as error:  # the library raises bare Exceptions
         raise TokenizerError(f"{path}: not a tokenizer.json ({error})") from error
     return _with_control_tokens(tokenizer, raw, path)
+
+
+def open_of_language_model(path: str | os.PathLike[str]) -> Vocabulary:
+    """A folder of transformers, or the `tokenizer.json` in it, with the beginning and the end that
+    `tokenizer_config.json` names. Texts that spell a control token get its letters."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    raw, told = _read(folder / "tokenizer.json", "tokenizer.json"), _read(folder / CONFIG, CONFIG)
+    try:
+        tokenizer = Tokenizer.from_buffer(raw)
+        named = json.loads(told)
+        words = {key: found["content"] if isinstance(found := named.get(key), dict) else found for key in CONTROL}
+    except Exception as error:  # the library raises bare Exceptions
+        raise TokenizerError(f"{folder}: not a tokenizer of transformers ({error})") from error
+    start, end = (tokenizer.token_to_id(found) if isinstance(found, str) else None for found in words.values())
+    if end is None:
+        raise TokenizerError(f"{folder / CONFIG}: eos_token names no token of the tokenizer.json; set it")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    digest = hashlib.sha256(raw + f"{start} {end}".encode()).hexdigest()
+    start = end if start is None else start
+    return Vocabulary(tokenizer, NO_PADDING, start, end, NO_UNKNOWN, digest, str, decode)
 
 
 def open_bert(path: str | os.PathLike[str]) -> Vocabulary:

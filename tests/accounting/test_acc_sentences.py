@@ -252,7 +252,7 @@ def with_words(folder: Path) -> World:
     journal = begun(folder, WHOLE, 12, finish=False)
     for word in ("private_curves", "keep_key", "witness"):
         journal.declare_word(word)
-    for use in ("evaluation", "monitor", "mixing", "weights", "unknown-weights", "classes"):
+    for use in ("evaluation", "monitor", "mixing", "weights", "unknown-weights", "classes", "class-weights"):
         journal.declare_public(0, use, f"digest of {use}")
     journal.declare_earlier(["digest of earlier records"])
     journal.declare_store(0, "store.example")

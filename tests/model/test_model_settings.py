@@ -159,7 +159,7 @@ REFUSED: list[tuple[dict[str, Any], Objective | None, str]] = [
     (TIMM | {"name": "vit_smal_patch14_dinov2"}, None, "did you mean vit_small_patch14_dinov2"),
     (TIMM | {"name": "vit_small_patch14_dinov2.lvd142"}, None, "choose lvd142m, or leave the tag out"),
     (TIMM | {"name": "hf-hub:timm/resnet18"}, None, "nothing is downloaded; save them"),
-    ({"name": "/no/folder", "family": "hf"}, None, "config.json does not exist; set model.name"),
+    ({"name": "/no/folder", "family": "hf"}, None, "config.json does not exist, and nothing is downloaded"),
     (TIMM, None, "needs a model.name"),
     (TIMM | VIT | {"model_args": {"pretrained": True}}, None, "model_args.pretrained cannot be set"),
     (TIMM | VIT | {"model_args": {"img_size": 32}}, None, "set model.image_size"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from murmuration.data.index.folders import build_folder
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.launch.init import main as init
 from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import trainable_shapes
 from murmuration.train.commands.dry_run import as_text, meaning
-from murmuration.train.config.load import load
+from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
+from murmuration.train.run.declare import public_uses
 from murmuration.train.run.phase import StillEngine
 from tests.support.brute_force import flat, records_of
 from tests.support.config_base import drop, put
@@ -369,3 +372,80 @@ def test_lists_change_the_digest_and_runs_without_them_keep_theirs(
         loaded(*changes).digest(1, contents)
     digested = [text for text in kept if "contents" in text]
     assert ["multi_label" in text for text in digested] == [False, False, True]
+
+
+# Weights of classes: public numbers, in the loss before it is clipped.
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_class_weights_multiply_losses_before_clipping(world: Path, several: bool) -> None:
+    weights, bound = (0.0, 1.0, 4.0, 0.5), 0.05
+    loss = "sigmoid" if several else "softmax"
+    told = written(world).model
+    weighty, plain = (
+        told.model_copy(update={"class_weights": each, "classify_loss": loss}) for each in (weights, None)
+    )
+    model, unweighted = (build(each, "classify").double() for each in (weighty, plain))
+    drawn = torch.Generator().manual_seed(3)
+    images = torch.randn(8, 3, 16, 16, generator=drawn, dtype=torch.float64)
+    labels = torch.randint(0, 2, (8, 4), generator=drawn) if several else torch.arange(8) % 4
+    inputs, present = {"images": images, "labels": labels}, torch.ones(8, dtype=torch.bool)
+    logits, scale = unweighted.logits(images).detach(), torch.tensor(weights, dtype=torch.float64)
+    entropies = (
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.double(), reduction="none") * scale
+        if several
+        else -logits.log_softmax(1) * scale * torch.nn.functional.one_hot(labels, 4)
+    )
+    torch.testing.assert_close(model(inputs).detach().double(), entropies.sum(1), rtol=1e-5, atol=1e-6)
+    found, _ = clipped_totals(
+        BookKeepingClip(ClipRule("flat", bound, 0.0)), model, inputs, present, trainable_shapes(model)
+    )
+    parameters = dict(model.named_parameters())
+    expected = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
+    for row in range(8):  # by autograd on the formula, one record at a time
+        each = unweighted.logits(images[row : row + 1])
+        if several:
+            losses = torch.nn.functional.softplus(each) - each * labels[row]
+            total = (losses * scale).sum()
+        else:
+            total = scale[labels[row]] * -each.log_softmax(1)[0, labels[row]]
+        gradients = torch.autograd.grad(total, list(unweighted.parameters()), allow_unused=True)
+        norm = torch.stack([each.square().sum() for each in gradients if each is not None]).sum().sqrt()
+        for name, gradient in zip(expected, gradients, strict=True):
+            if gradient is not None and norm > 0:
+                expected[name] += gradient * min(1.0, bound / float(norm))
+    for name, total in found.items():
+        torch.testing.assert_close(total.double(), expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_class_weights_are_in_the_ledger_as_public_numbers(world: Path) -> None:
+    phase = ready(world)
+    assert "class-weights" not in public_uses(phase)
+    head = replace(phase.shape.head, weights=(1.0, 1.0, 2.0, 1.0))
+    uses = public_uses(replace(phase, shape=replace(phase.shape, head=head)))
+    assert len(uses["class-weights"]) == 64
+
+
+WEIGHTS_REFUSED: list[tuple[Any, str]] = [
+    ("balanced", "is a list of public numbers, one for each class, not 'balanced': how many private records"),
+    ([1.0, 2.0], r"class_weights has 2 numbers, and model.classes is 4"),
+    ([0.0] * 4, "not all of them 0"),
+    ([1.0, 1.0, 1.0, -1.0], "greater than or equal to 0"),
+]
+
+
+@pytest.mark.parametrize(("weights", "reason"), WEIGHTS_REFUSED)
+def test_class_weights_that_are_none_are_refused(world: Path, weights: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ModelSettings.model_validate({"family": "classifier", "size": "small", "classes": 4, "class_weights": weights})
+
+
+def test_class_weights_are_refused_where_they_weigh_nothing(world: Path) -> None:
+    written(world)
+    raw = json.loads((world / "config.json").read_text())
+    raw["model"]["class_weights"] = [1.0] * 4
+    del raw["phases"][0]["schedule"], raw["phases"][0]["steps"], raw["phases"][0]["privacy"]["expected_batch"]
+    raw["phases"][0] |= {"objective": "head", "data": {"path": "private", "label": "cls", "classes": "classes.txt"}}
+    (world / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"solves its head from sums.*set head\.balanced"):
+        load(world / "config.json", [])

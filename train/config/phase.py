@@ -238,7 +238,7 @@ class Phase(Section):
     )
     data: Data = Field(description="Which records the phase reads.")
     objective: Literal["mae", "caption", "classify", "text"] = Field(
-        description="Loss of a record. text: the next token of its .txt, without a picture; of family gpt2 alone. A "
+        description="Loss of a record. text: the next token of its .txt, without a picture; of a language model. A "
         "phase that only loads weights may leave it out; the next one names it."
     )
     trainable: Literal["all", "head", "bias", "lora", "statistics"] = Field(
@@ -440,8 +440,6 @@ class Phase(Section):
     def _of_texts(self) -> str | None:
         if (self.trains and self.tokenizer is None) or (self.evaluation is not None and self.tokenizer is None):
             return "reads texts and needs data.tokenizer"
-        if self.trainable != "all":
-            return f"trains a language model, of which no part is called {self.trainable!r}; set trainable to 'all'"
         if self.monitor is not None:
             return "trains a language model, whose curvature is not measured; leave monitor out"
         if self.privacy is not None and self.privacy.held_out is not None:

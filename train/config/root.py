@@ -18,7 +18,7 @@ from murmuration.accounting.noise import NoiseKind
 from murmuration.model.named import LIBRARIES
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
-from murmuration.train.config.phase import Evaluation, Phase, ZeroShot
+from murmuration.train.config.phase import STATISTICS, Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
 from murmuration.train.config.zero_optimization import ZeroOptimization
@@ -221,29 +221,55 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _texts_and_language_models(self) -> Config:
-        reads_texts = self.model.family == "gpt2"
+        reads_texts = self.model.reads_texts
         for phase in self.phases:
             if (phase.objective == "text") != reads_texts:
                 raise ValueError(
                     f'phase {phase.name!r} has objective "{phase.objective}" and model.family is '
-                    f'"{self.model.family}"; family "gpt2" and objective "text" belong together'
+                    f'"{self.model.family}"; objective "text" and a language model (family "gpt2", or "hf" with the '
+                    "folder of one) belong together"
+                )
+            if reads_texts and phase.trains and phase.trainable not in self._trainable_of_texts():
+                raise ValueError(
+                    f"phase {phase.name!r} trains a language model, of which no part is called {phase.trainable!r}; "
+                    f"set trainable to {' or '.join(map(repr, self._trainable_of_texts()))}"
                 )
         if reads_texts and self._shards_weights():
             raise ValueError(
-                "a language model uses one table as embedding and as head, which was not tried on weights that ZeRO-3 "
-                "and FSDP2 shard; use DeepSpeed at another stage, or the local engine"
+                "a language model may use one table as embedding and as head, which was not tried on weights that "
+                "ZeRO-3 and FSDP2 shard; use DeepSpeed at another stage, or the local engine"
             )
         return self
 
+    def _trainable_of_texts(self) -> tuple[str, ...]:
+        return ("all",) if self.model.family == "gpt2" else ("all", "lora")
+
     @model_validator(mode="after")
     def _statistics_come_with_weights(self) -> Config:
-        if self.model.family not in LIBRARIES or isinstance(self.phases[0].data, CheckpointData):
+        if (
+            self.model.family not in LIBRARIES
+            or self.model.reads_texts
+            or isinstance(self.phases[0].data, CheckpointData)
+        ):
             return self
         if (layer := self.model.stored_statistics()) is not None:
             raise ValueError(
                 f"model.name {self.model.name!r} normalises by stored statistics ({layer}), which only trained weights "
                 'have; begin with a phase whose data.source is "checkpoint", or name an encoder with LayerNorm or '
                 "GroupNorm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _class_weights_weigh(self) -> Config:
+        if self.model.class_weights is None:
+            return self
+        if all(phase.objective != "classify" for phase in self.phases):
+            raise ValueError('model.class_weights are of classes, and no phase has objective "classify"; leave it out')
+        if solved := [phase.name for phase in self.phases if phase.trainable == STATISTICS]:
+            raise ValueError(
+                f"phase {solved[0]!r} solves its head from sums, which model.class_weights does not weigh; leave it "
+                "out, and set head.balanced"
             )
         return self
 

@@ -17,6 +17,7 @@ from murmuration.accounting.template import markdown_page
 from murmuration.accounting.unit import noun_of
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
+from murmuration.model.language_model import LanguageModel
 from murmuration.train.export.errors import ExportError
 from murmuration.train.export.finished import Finished
 from murmuration.train.export.forms import Loading
@@ -54,18 +55,21 @@ def write_card(
         neighbours=str(certificate["adjacency"]),
         data=str(about.get("data") or "not stated (the config's about section)"),
         measured=[(_title(name), f"{value:.4f}") for name, value in measured.items() if name != SIGNAL],
-        pixels=_pixels(finished),
+        pixels=None if finished.model.shape.reads_texts else _pixels(finished),
         classes=len(finished.class_names),
     )
     (out / NAME).write_text(page, encoding="utf-8")
 
 
 def _task(finished: Finished) -> str:
+    if isinstance(finished.model, LanguageModel):
+        return "text-generation"
     return "image-classification" if isinstance(finished.model, Classifier) else "image-feature-extraction"
 
 
 def _what(finished: Finished) -> str:
     shape = finished.model.shape
+    sees = f"texts of {shape.text_length} tokens" if shape.reads_texts else f"pictures of {shape.image_size} pixels"
     tensors = sum(parameter.numel() for parameter in finished.model.parameters())
     if shape.named is not None:
         body = str(shape.named)
@@ -78,10 +82,12 @@ def _what(finished: Finished) -> str:
         )
     if isinstance(finished.model, Classifier):
         kind = f"classifier of {shape.head.classes} classes"
+    elif isinstance(finished.model, LanguageModel):
+        kind = "language model"
     else:
         kind = "image captioner" if isinstance(finished.model, Captioner) else "masked autoencoder"
     return (
-        f"{kind[0].upper()}{kind[1:]}: {body}; pictures of {shape.image_size} pixels; {tensors:,} parameters. "
+        f"{kind[0].upper()}{kind[1:]}: {body}; {sees}; {tensors:,} parameters. "
         f"The last phase trained {finished.trained:,} weights"
     )
 

@@ -187,7 +187,7 @@ FORMS: dict[str, Form] = {
 
 
 def write_form(form: str, finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
-    if isinstance(finished.model, LanguageModel):
+    if isinstance(finished.model, LanguageModel) and finished.model.shape.named is None:
         raise ExportError(f"{form} is a form of image models, and this is a language model; export it as safetensors")
     forms = FORMS if finished.model.shape.named is None else NAMED_FORMS
     if form not in forms:

@@ -1,4 +1,4 @@
-"""Encoders of timm and Hugging Face, trained here, as their own library loads them; and their adapters as PEFT does.
+"""Models of timm and Hugging Face, trained here, as their own library loads them; and their adapters as PEFT does.
 
 The library builds the model with its own kind of head and reads the folder back. Unless that gives what was trained
 gives, nothing is exported: some architectures have other layers below a head than without one.
@@ -20,7 +20,9 @@ from murmuration.model.build import Model
 from murmuration.model.classifier import Classifier
 from murmuration.model.fill import WeightEntries, WeightEntry
 from murmuration.model.foreign_config import hugging_face_classes, hugging_face_preprocessor
+from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.named import TITLES, Library, Named
+from murmuration.model.named_models import named_of
 from murmuration.model.trainable import DOWN, UP
 from murmuration.train.export.errors import ExportError
 from murmuration.train.export.files import WEIGHTS, Loading, write_json, write_weights
@@ -29,6 +31,7 @@ from murmuration.train.storage.checkpoint_read import listed_digest
 
 ADAPTER = "adapter_model.safetensors"
 NET = "body.net."
+TOKENIZER = "The tokenizer is that of the folder that the run's config names."
 TOLERANCE = 1e-5
 """Of the largest output."""
 
@@ -71,6 +74,8 @@ def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
 def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
     model, named = finished.model, _of("hf", finished)
     net: Any = model.body.net  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(model, NamedLanguageModel):
+        return _write_language_model(model, finished, out, metadata)
     picture = _picture(model)
     if isinstance(model, Classifier):
         expected = model.logits(picture)
@@ -81,18 +86,8 @@ def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) 
         net = model.body.encoder  # pyright: ignore[reportAttributeAccessIssue]
         expected = net(pixel_values=picture).last_hidden_state
     kind = type(net)
-    net.save_pretrained(out, max_shard_size="1TB")
+    _save_under_their_names(net, finished, out, metadata)
     _write_json_of_pixels(finished, out)
-    # transformers chose the names. The same bytes are the same tensor.
-    ours: dict[str, list[str]] = {}
-    for name, tensor in finished.tensors.items():
-        ours.setdefault(listed_digest(tensor), []).append(name)
-    stored = load_file(out / WEIGHTS)
-    entries: WeightEntries = {}
-    for name, tensor in stored.items():
-        same = ours.get(listed_digest(tensor), [])
-        entries[name] = WeightEntry(tensor, (same.pop(0),) if same else ())
-    write_weights(entries, finished, out / WEIGHTS, metadata)
 
     def theirs() -> Tensor:
         found = kind.from_pretrained(out, local_files_only=True).eval()(pixel_values=picture)
@@ -107,17 +102,49 @@ def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) 
     return Loading("transformers", program, () if isinstance(model, Classifier) else (_left_out("transformers"),))
 
 
+def _write_language_model(
+    model: NamedLanguageModel, finished: Finished, out: Path, metadata: dict[str, str]
+) -> Loading:  # fmt: skip
+    kind: Any = type(model.body.net)
+    tokens = torch.arange(min(model.shape.text_length, model.shape.vocabulary))[None]
+    expected = model.logits(tokens)
+    _save_under_their_names(model.body.net, finished, out, metadata)
+    _must_agree(
+        named_of(model.shape), expected,
+        lambda: kind.from_pretrained(out, local_files_only=True).eval()(input_ids=tokens).logits,
+    )  # fmt: skip
+    program = f'from transformers import {kind.__name__}\nmodel = {kind.__name__}.from_pretrained("DIR").eval()\n'
+    return Loading("transformers", program, (TOKENIZER,))
+
+
+def _save_under_their_names(net: Any, finished: Finished, out: Path, metadata: dict[str, str]) -> None:
+    net.save_pretrained(out, max_shard_size="1TB")
+    # transformers chose the names. The same bytes are the same tensor.
+    ours: dict[str, list[str]] = {}
+    for name, tensor in finished.tensors.items():
+        ours.setdefault(listed_digest(tensor), []).append(name)
+    stored = load_file(out / WEIGHTS)
+    entries: WeightEntries = {}
+    for name, tensor in stored.items():
+        same = ours.get(listed_digest(tensor), [])
+        entries[name] = WeightEntry(tensor, (same.pop(0),) if same else ())
+    write_weights(entries, finished, out / WEIGHTS, metadata)
+
+
 def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
     """Adapters and head; the frozen weights stay where they came from."""
     model, tensors = finished.model, finished.tensors
     named = model.shape.named
     layers = [name.removesuffix(f".{DOWN}") for name in tensors if name.endswith(f".{DOWN}")]
-    if named is None or not isinstance(model, Classifier) or not layers:
+    if named is None or not isinstance(model, Classifier | NamedLanguageModel) or not layers:
         raise ExportError(
-            'peft is the form of adapters (trainable "lora") of a classifier on an encoder of timm or Hugging Face, '
-            "and this run trained none; export it as timm or hf, or as safetensors"
+            'peft is the form of adapters (trainable "lora") of a language model of Hugging Face, or of a classifier '
+            "on an encoder of timm or Hugging Face, and this run trained none; export it as timm, hf or safetensors"
         )
-    if named.library == "timm":
+    if isinstance(model, NamedLanguageModel):
+        kind, entries = type(model.body.net).__name__, WeightEntries()
+        program = f'from transformers import {kind}\nbase = {kind}.from_pretrained("BASE")\n'
+    elif named.library == "timm":
         net, arguments = made_by_timm(named, model.shape.image_size, model.shape.head.classes)
         entries = _timm_head(net, model, named)
         given = "".join(f", {name}={value!r}" for name, value in arguments.items())
@@ -128,7 +155,7 @@ def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
         kind = type(model.body.net).__name__  # pyright: ignore[reportAttributeAccessIssue]
         program = f'from transformers import {kind}\nbase = {kind}.from_pretrained("BASE", num_labels='
         program += f"{model.shape.head.classes}, ignore_mismatched_sizes=True)\n"
-    (head,) = {name.rpartition(".")[0] for name in entries}
+    heads = sorted({name.rpartition(".")[0] for name in entries})
     for layer in layers:
         for theirs, own in (("lora_A", DOWN), ("lora_B", UP)):
             name = f"{layer}.{own}"
@@ -136,12 +163,14 @@ def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
     entries = {f"base_model.model.{name}": entry for name, entry in entries.items()}
     rank = tensors[f"{layers[0]}.{DOWN}"].shape[0]
     told = {
-        "peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True,
+        "peft_type": "LORA", "task_type": None if heads else "CAUSAL_LM",
+        "base_model_name_or_path": None, "inference_mode": True,
         "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
-        "target_modules": [layer.removeprefix(NET) for layer in layers], "modules_to_save": [head],
+        "target_modules": [layer.removeprefix(NET) for layer in layers], "modules_to_save": heads or None,
     }  # fmt: skip
     write_json(out / "adapter_config.json", told)
-    _write_json_of_pixels(finished, out)
+    if heads:
+        _write_json_of_pixels(finished, out)
     write_weights(entries, finished, out / ADAPTER, metadata)
     program = f'from peft import PeftModel\n{program}model = PeftModel.from_pretrained(base, "DIR").eval()\n'
     note = (

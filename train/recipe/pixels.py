@@ -86,6 +86,8 @@ def settled(given: Normalisation | None, told: Told | None, key: str) -> Normali
 
 def of_run(model: ModelSettings, starts: Mapping[str, Path]) -> Normalisation:
     """`starts`: paths of weights, by the config keys that name them."""
+    if model.reads_texts:
+        return IMAGENET  # of the one pixel that stands for a picture
     found, named = of_settings(model.pixels), of_named(model)
     for where, path in starts.items():
         try:

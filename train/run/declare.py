@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from murmuration.accounting.ledger.facts import Segment
@@ -62,6 +64,9 @@ def public_uses(phase: ReadyPhase) -> dict[PublicUse, str]:
         found["weights"] = phase.start.digest
     if isinstance(data, ShardData) and data.classes_public and phase.label_list is not None:
         found["classes"] = phase.label_list.digest
+    weights = phase.shape.head.weights
+    if weights is not None and phase.settings.objective == "classify" and phase.settings.privacy is not None:
+        found["class-weights"] = hashlib.sha256(json.dumps(weights).encode()).hexdigest()
     return found
 
 

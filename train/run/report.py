@@ -167,7 +167,7 @@ def _told(config: Config, phases: list[ReadyPhase], latest: Loaded) -> Told:
 
 def _model(config: Config, latest: Loaded) -> str:
     parameters = sum(math.prod(each) for each in latest.manifest["shapes"].values())
-    sees = "texts" if config.model.family == "gpt2" else f"pictures of {config.model.image_size} px"
+    sees = "texts" if config.model.reads_texts else f"pictures of {config.model.image_size} px"
     return f"{config.model.title}, {sees}, {parameters:,} parameters"
 
 

@@ -34,8 +34,8 @@ ALLOWANCE = (
     f"{rounding_allowance(RECORDS_AT_ONCE):.1e}·C); C is lowered by it."
 )
 KERNELS = (
-    "Proved at every start on the devices listed under `machine`; kernels of other devices may round a record's "
-    "gradient depending on its row."
+    "Proved at every start on the devices of this run; kernels of other devices may round a record's gradient "
+    "depending on its row."
 )
 WATCHED = (
     "Nobody watches the run: who sees the console, the files or the load of the machine while it lasts sees when steps "
@@ -46,7 +46,7 @@ WATCHED = (
 )
 SECRET_FOLDER = "Everything is as private as the run directory's secret folder was while the run lasted."
 RETIRED = (
-    "The run was retired before its end, and no weights are certified. Neither is `machine` stated, nor are deviations "
+    "The run was retired before its end, and no weights are certified. Neither are its devices stated, nor deviations "
     "that only the program which trained knows of."
 )
 NO_LOG = "No log of runs outside the run directory is known, so other runs on the same records are not known."

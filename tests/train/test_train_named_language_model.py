@@ -1,0 +1,176 @@
+"""Language models of transformers by their folder: their losses, clipping record by record, LoRA, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from murmuration.accounting.certificate.certificate import verify
+from murmuration.data.text.encoder import TextEncoder
+from murmuration.model.build import build
+from murmuration.model.language_model import NamedLanguageModel
+from murmuration.model.settings import ModelSettings, SettingsError
+from murmuration.model.trainable import select
+from murmuration.model.warm_start import initialise_from
+from murmuration.train.commands import export
+from murmuration.train.config.load import ConfigError, load
+from tests.support import brute_force
+from tests.support.brute_force import relative_error
+from tests.support.launching import ROOT
+from tests.support.parity_engines import factor_of, median_norm, only, prepared, rule_of, summed
+from tests.support.texts import write_texts
+from tests.train.test_train_language_model import WORDS, sentences, started
+
+LENGTH = 9
+SIZES: dict[str, Any] = {
+    "vocab_size": 13, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 32,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SIZES),
+    "llama tied": ("llama", SIZES | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", SIZES | {"head_dim": 8}),
+    "gemma2": ("gemma2", SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "mixtral": ("mixtral", SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "gpt2": ("gpt2", {"vocab_size": 13, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}),
+}
+
+
+def folder_of(kind: str, folder: Path) -> Any:
+    """A folder of transformers with weights and a tokenizer, as users have them; and the model in it."""
+    name, sizes = KINDS[kind]
+    torch.manual_seed(1)
+    how = "eager" if kind == "gemma2" else "sdpa"
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), attn_implementation=how).eval()
+    net.save_pretrained(folder)
+    vocabulary = {word: number for number, word in enumerate([*WORDS, "<unk>", "<s>", "</s>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    return net
+
+
+def model_of(folder: Path, trainable: str = "all") -> NamedLanguageModel:
+    model = build(ModelSettings(family="hf", name=str(folder), text_length=LENGTH), "text")
+    assert isinstance(model, NamedLanguageModel)
+    initialise_from(model, folder)
+    select(model, trainable, rank=2)  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def rows(folder: Path, count: int) -> Tensor:
+    text = TextEncoder(folder, LENGTH, of_language_model=True)
+    return torch.tensor([text.encode(each[: 12 + 6 * (number % 3)]) for number, each in enumerate(sentences(count, 3))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_losses_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    theirs = folder_of(kind, tmp_path)
+    tokens = rows(tmp_path, 6)
+    assert (tokens == -1).any() and (tokens == 0).any(), "0 is a word"
+    found = model_of(tmp_path).eval()({"tokens": tokens})
+    for row, loss in zip(tokens, found, strict=True):
+        own = row[row >= 0][None]
+        assert loss.item() == pytest.approx(theirs(input_ids=own, labels=own).loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora"])
+@pytest.mark.parametrize("kind", ["llama", "llama tied", "gemma2", "mixtral", "gpt2"])
+def test_each_text_is_clipped_by_itself(kind: str, trainable: str, tmp_path: Path) -> None:
+    folder_of(kind, tmp_path)
+    if (kind, trainable) == ("gpt2", "lora"):  # its layers are convolutions of transformers
+        with pytest.raises(ValueError, match="no linear layer to adapt"):
+            model_of(tmp_path, trainable)
+        return
+    model = model_of(tmp_path, trainable)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_up"):
+                parameter.normal_(std=0.1)
+    inputs = {"tokens": rows(tmp_path, 8), "record_weight": torch.tensor([1.0, 1, 3, 1, 1, 1, 0, 1])}
+    present = torch.ones(8, dtype=torch.bool)
+    present[5] = False
+    records = brute_force.records_of(model, inputs)
+    bound = median_norm(records, present)
+    factors = brute_force.factors_of(records, present, factor_of("flat", bound))
+    expected = brute_force.clipped_sum(records, factors)
+    clip = prepared("book-keeping", rule_of("flat", bound), model)
+    totals, _ = summed(clip, model, [(only(inputs, part), present[part]) for part in (slice(0, 4), slice(4, 8))])
+    for name, tensor in expected.items():
+        assert relative_error({name: totals[name]}, {name: tensor}) <= 1e-4, name
+    heads = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lm_head" in name}
+    assert bool(heads) == (kind in ("llama", "mixtral") and trainable == "all")
+
+
+def test_a_text_cannot_end_itself(tmp_path: Path) -> None:
+    folder_of("llama", tmp_path)
+    text = TextEncoder(tmp_path, LENGTH, of_language_model=True)
+    assert text.encode("x </s> y").count(text.end) == 1
+
+
+def page_config(folder: Path, **private: Any) -> Path:
+    """The tutorial's, in a folder that has what it names."""
+    folder_of("llama", folder / "model")
+    write_texts(folder / "public", sentences(64, 1))
+    write_texts(folder / "notes", sentences(300, 2))
+    page = (ROOT / "docs" / "tutorials" / "language_models.md").read_text()
+    told = json.loads(page.partition("```json")[2].partition("```")[0])
+    told["model"]["text_length"] = LENGTH
+    told["phases"][1] |= private
+    told["run"] = {"engine": "local", "dir": str(folder / "run"), "checkpoint_every": 3}
+    path = folder / "config.json"
+    path.write_text(json.dumps(told))
+    return path
+
+
+def test_a_run_from_a_folder_trains_adapters_and_its_certificate_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = started(tmp_path, json.loads(page_config(tmp_path).read_text()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = verify(tmp_path / "run")
+    assert verdict.objection is None and verdict.committed == 9 and 7.9 < verdict.epsilon <= 8
+    for form in ("hf", "peft"):
+        monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path / "run"), str(tmp_path / form), "--form", form])
+        assert export.main() == 0
+        assert "texts of 9 tokens" in (tmp_path / form / "README.md").read_text()
+    before, after, base = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "hf", "model"))
+    tokens = rows(tmp_path / "model", 4).clamp(min=0)
+    merged, adapted = (net.eval()(tokens).logits for net in (after, PeftModel.from_pretrained(base, tmp_path / "peft")))
+    torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-4)
+    assert (merged - before.eval()(tokens).logits).abs().max() > 1e-3
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"text_length": 33}, "has 32 positions; set model.text_length to at most 32"),
+    ({"vocabulary": 12}, "has 13 tokens; leave it out"),
+    ({"patch_size": 8}, 'has no model.patch_size, since it reads text alone'),
+    ({"model_args": {"hidden_size": -1}}, "cannot be built as a causal language model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_does_not_fit_is_refused_in_a_sentence(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder_of("llama", tmp_path)
+    with pytest.raises(SettingsError, match=reason):
+        ModelSettings.model_validate({"family": "hf", "name": str(tmp_path), "text_length": LENGTH} | change).resolved()
+
+
+def test_objective_and_part_are_those_of_a_language_model(tmp_path: Path) -> None:
+    for number, (change, reason) in enumerate(
+        [({"objective": "caption"}, "belong together"), ({"trainable": "bias"}, "'all' or 'lora'")]
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            load(page_config(tmp_path / str(number), **change), [])
