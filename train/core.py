@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from murmuration.accounting.keys import Derive, Purpose
 from murmuration.accounting.noise import NoiseKind
@@ -19,7 +20,7 @@ from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
 from murmuration.data.draw.samplers import make_sampler
 from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
 from murmuration.train.clip.choose import make_clip
-from murmuration.train.clip.engine import ClipEngine, Precision
+from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.distributed.ranks import Ranks
@@ -40,7 +41,6 @@ from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.room import largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepLedger
-from murmuration.train.storage.micro_batch_file import MOST_ON_PROCESSORS
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Run
@@ -106,9 +106,7 @@ def clipping_engine(
 def largest_micro_batch(
     model: nn.Module, rule: ClipRule, computation: Computation, records: SyntheticRecords, most: int, ranks: Ranks
 ) -> int:  # fmt: skip
-    """The largest micro-batch that fits, by trying; on processors, more rows fill no more of their vector units."""
-    if ranks.device.type != "cuda":
-        return min(most, max(1, MOST_ON_PROCESSORS // records.rows))
+    """The largest micro-batch that fits, by trying."""
     whole = EngineSettings()  # a shard of it needs less
     trial = clipping_engine(
         copy.deepcopy(model), rule, Optimizer(), 0.0, whole, ranks, replace(computation, compile="off")
@@ -117,6 +115,26 @@ def largest_micro_batch(
         return largest_that_fits(trial, records, most, ranks)
     finally:
         trial.close()
+
+
+def kept_of_record(model: nn.Module, rule: ClipRule, computation: Computation, records: SyntheticRecords) -> float:
+    """Bytes of activations that wait for the backward pass, for each record: what is kept of four more than of two."""
+    clip = make_clip("book-keeping", rule, computation.precision, computation.clip_memory)
+    clip.prepare(model)
+    kept: list[dict[int, UntypedStorage]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[-1][storage._cdata] = storage
+        return tensor.detach()  # an output that is kept with its graph would hold itself
+
+    for size in (2, 4):
+        kept.append({})
+        batch = records.batch(size, seed=0)
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            clipped_totals(clip, model, batch.inputs, batch.present)
+    few, more = (sum(storage.nbytes() for storage in each.values()) for each in kept)
+    return (more - few) / 2
 
 
 class PrivateCore:

@@ -46,10 +46,10 @@ def as_inputs(item: Any) -> dict[str, Tensor]:
     >>> as_inputs(([1.5, 2.0], 7))
     {'0': tensor([[1.5000, 2.0000]]), '1': tensor([7])}
     """
-    if isinstance(item, Mapping):
-        named = {str(name): value for name, value in item.items()}
-    elif isinstance(item, tuple | list):
+    if isinstance(item, (tuple, list)):
         named = {str(place): value for place, value in enumerate(item)}
+    elif isinstance(item, Mapping):
+        named = {str(name): value for name, value in item.items()}
     else:
         raise InputError(f"an item must be a dict or a tuple of tensors and numbers, but is a {type(item).__name__}")
     found = dict[str, Tensor]()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
+from murmuration.train.core import Computation, kept_of_record
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines import micro_batch_graph
 from murmuration.train.engines.forward import PrivateForward
@@ -27,7 +29,17 @@ from murmuration.train.engines.micro_batch_graph import ALIKE, MOST_MISSES, MOST
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.planner.forecast import counted, forecast
 from murmuration.train.planner.memory import GIB, memory
-from murmuration.train.planner.micro_batch import MOST_ON_PROCESSORS, largest, on_this_machine, settled
+from murmuration.train.planner.micro_batch import (
+    FIXED,
+    MOST_FIXED,
+    OF_WEIGHTS,
+    largest,
+    on_processors,
+    on_this_machine,
+    settled,
+)
+from murmuration.train.planner.rows import Batch
+from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.storage.micro_batch_file import KEY, NAME
 from tests.support.planner_world import CLUSTER, SMALL
 from tests.support.planner_world import config as written
@@ -54,12 +66,53 @@ def test_what_fits_is_taken_and_no_larger_one_would_need_fewer_rows(tmp_path: Pa
     assert len({math.ceil(most / size) for size in fitting}) == 1
 
 
-def test_processors_gain_nothing_from_a_large_one_and_no_room_is_refused(tmp_path: Path) -> None:
+def test_processors_take_no_more_than_fits_and_no_room_is_refused(tmp_path: Path) -> None:
     config = automatic(tmp_path)
-    assert 1 < largest(config, 1, 1000 * GIB, gpus=False) <= MOST_ON_PROCESSORS
-    assert largest(config, 1, 1000 * GIB, gpus=True) > MOST_ON_PROCESSORS
-    with pytest.raises(RecipeError, match="has no room for one record"):
-        largest(config, 1, 1000.0, gpus=True)
+    cost, weights = counted(config, config.phases[0])
+    need = memory(weights, 1, 1, False)
+    room = need.stays + need.update
+    fits = need.micro_batch(room, cost)
+    assert 1 < largest(config, 1, room, gpus=False) <= fits < largest(config, 1, 1000 * GIB, gpus=False)
+    for gpus in (True, False):
+        with pytest.raises(RecipeError, match="has no room for one record"):
+            largest(config, 1, 1000.0, gpus=gpus)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("record", [4e3, 56e3, 2.4e6, 1e8])
+@pytest.mark.parametrize("mean", [1, 20, 128, 200, 3000])
+def test_on_processors_no_size_within_the_bound_is_faster_on_drawn_batches(
+    mean: int, record: float, ranks: int
+) -> None:  # fmt: skip
+    """The bound is on memory: 64 MiB and eight times the weights, or a single record."""
+    trained = 26_000
+    fixed = (FIXED + OF_WEIGHTS * 4 * trained) / record
+    most = int(max(1, (64 * 2**20 + 8 * 4 * trained) / record))
+    assert most == max(1, int(fixed / MOST_FIXED))
+    draws = np.random.default_rng(0).poisson(mean, 20_000)
+
+    def seconds(size: int) -> float:
+        return float(np.maximum(1, -(-draws // (size * ranks))).mean()) * (size + fixed)
+
+    found = on_processors(Batch(mean, math.sqrt(mean), public=False), ranks, record, trained)
+    assert found <= most
+    assert seconds(found) <= 1.03 * min(seconds(size) for size in range(1, min(most, 2 * mean + 10) + 1))
+    assert on_processors(Batch(mean, math.sqrt(mean), public=False), ranks, record, trained, fitting=1) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_record_keeps_is_its_activations_and_no_weights(rows: int) -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.frozen = nn.Linear(64, 50), nn.Linear(50, 2000).requires_grad_(False)
+
+        def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+            return self.frozen(self.trained(inputs["x"])).relu().sum(1)
+
+    records = SyntheticRecords.like({"x": torch.zeros(1, 64)}, rows)
+    found = kept_of_record(Body(), RULE, Computation(), records)
+    assert rows * 4 * 2000 <= found <= rows * 4 * (64 + 50 + 2000 + 10)
 
 
 def test_a_run_keeps_its_number_and_its_digest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.library.own_run import PHASE
 from murmuration.train.planner.forecast import counted
-from murmuration.train.planner.micro_batch import MOST_ON_PROCESSORS, _fitting, largest
+from murmuration.train.planner.micro_batch import _fitting
 from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, self_test
@@ -92,10 +92,10 @@ def test_the_planner_counts_every_row(loaded: Make) -> None:
     for field in ("forward_flops", "step_flops", "kept_bytes"):
         assert getattr(costs[1], field) == pytest.approx(4 * getattr(costs[0], field), rel=0.01), field
     assert costs[1].clipping_flops >= 4 * costs[0].clipping_flops
-    fits = [_fitting(config, config.phases[1], 1, 1 << 30) for config in (one, four)]
+    found = [_fitting(config, config.phases[1], 1, 1 << 30) for config in (one, four)]
+    fits, kept = [fitting for fitting, _, _ in found], [record for _, record, _ in found]
+    assert kept == [cost.kept_bytes for cost in costs], "what a processor's micro-batch is bounded by"
     assert fits[0] / 4 <= fits[1] < fits[0] / 2, "records of a micro-batch: only scratch for norms is none of a row"
-    auto = [largest(config, 1, 64 << 30, gpus=False) for config in (one, four)]
-    assert auto[1] <= MOST_ON_PROCESSORS // 4 < auto[0], "rows fill a processor's vector units, not records"
 
 
 # What is done for every record is done for a slot of rows.

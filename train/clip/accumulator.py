@@ -202,13 +202,13 @@ class NormAccumulator:
         norms = self._norms(squares, roundings)
         finite = (norms < math.inf).all(0)
         self.keep = eligible & finite
+        # Where every norm is finite, so are all operands, and a factor of 0 suffices to leave out a record or padding.
+        ordinary = (finite & ~doubtful).all()
         if self._defer:
-            # Where every norm is finite, so are all operands, and factors of 0 suffice to leave a record out.
-            self.doubtful, self._keeps_all = doubtful, True
-            self.ordinary = (finite & ~doubtful).all()
+            self.doubtful, self._keeps_all, self.ordinary = doubtful, True, ordinary
             return norms
-        # One query in the usual case, since on a GPU the host waits for each answer; two only where some slot is empty.
-        self._keeps_all = bool((self.keep & ~doubtful).all())
+        # One query in the usual case, since on a GPU the host waits for each answer.
+        self._keeps_all = bool(ordinary)
         if not self._keeps_all and bool(doubtful.any()):
             self.doubtful = doubtful
             rows = self.doubtful.nonzero().squeeze(1)

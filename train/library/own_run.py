@@ -21,7 +21,7 @@ from murmuration.accounting.make_plan import make_plan
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.core import largest_micro_batch
+from murmuration.train.core import kept_of_record, largest_micro_batch
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.library.records import OwnRecords
@@ -30,6 +30,8 @@ from murmuration.train.library.start import Started
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
+from murmuration.train.planner.micro_batch import on_processors
+from murmuration.train.planner.rows import Batch
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.storage.certify import Told, finish
 from murmuration.train.storage.checkpoint import Keep
@@ -134,9 +136,7 @@ class OwnRun:
         rule_of = partial(ClipRule.of, self.plan, clip.kind, clip.gamma, grouping=clip.grouping)
         micro_batch = settings.micro_batch
         if micro_batch == "auto":
-            most = max(1, math.ceil(self.plan.divisor / self.ranks.world))
-            trial = self.model, rule_of(micro_batch=1), settings.computation, self.records.synthetic, most, self.ranks
-            micro_batch, _ = found_once(run.folder.root, self.ranks, lambda: largest_micro_batch(*trial))
+            micro_batch, _ = found_once(run.folder.root, self.ranks, lambda: self._micro_batch(rule_of(micro_batch=1)))
         rule = rule_of(micro_batch=micro_batch)
         named = optimizer.model_dump() if isinstance(optimizer, Optimizer) else described(optimizer)
         shapes = {name: list(each.shape) for name, each in self.model.named_parameters()}
@@ -159,6 +159,15 @@ class OwnRun:
         )  # fmt: skip
         self.ranks.on_main(lambda: run.remember(self._order))
         return phase
+
+    def _micro_batch(self, rule: ClipRule) -> int:
+        computation, world = self.settings.computation, self.ranks.world
+        trial = self.model, rule, computation, self.records.synthetic
+        if self.ranks.device.type == "cuda":
+            return largest_micro_batch(*trial, max(1, math.ceil(self.plan.divisor / world)), self.ranks)
+        trained = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+        gradients = 0.0 if computation.clip_engine == "book-keeping" else 4.0 * trained
+        return on_processors(Batch.drawn(self.plan), world, kept_of_record(*trial) + gradients, trained)
 
     @property
     def _order(self) -> str | None:

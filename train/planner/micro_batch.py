@@ -19,10 +19,15 @@ from murmuration.train.distributed.cores import groups_of
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.planner.memory import GIB, memory_of
 from murmuration.train.planner.rows import Batch
-from murmuration.train.storage.micro_batch_file import KEY, MOST_ON_PROCESSORS, found_once, kept
+from murmuration.train.storage.micro_batch_file import KEY, found_once, kept
 
 SHARE_OF_MAIN_MEMORY = 0.5
 """The rest is for the processes that decode, and for the system's cache of the shards."""
+FIXED, OF_WEIGHTS = 2.0 * 2**20, 0.25
+"""What a processor does once for a micro-batch, whatever its size, takes about as long as records whose activations
+fill so many bytes: calls of functions, and a product and an addition for every weight, by the bytes of these."""
+MOST_FIXED = 1 / 32
+"""Once that is so small a part of a micro-batch, a larger one saves nothing and takes memory."""
 
 
 def settled(config: Config, run_dir: Path, ranks: Ranks) -> Config:
@@ -48,30 +53,42 @@ def on_this_machine(config: Config, run_dir: Path) -> Config:
 
 
 def largest(config: Config, world: int, room: float, gpus: bool) -> int:
-    """The smallest micro-batch that needs no more rows than the largest that fits into `room` bytes in every phase."""
+    """On GPUs, the smallest micro-batch that needs no more rows than the largest that fits into `room` bytes in every
+    phase; on processors, the one that takes the least time."""
     phases = [phase for phase in config.phases if phase.trains]
-    fits = [_fitting(config, phase, world, room) for phase in phases]
+    if not phases:
+        return 1
+    found = [_fitting(config, phase, world, room) for phase in phases]
+    fits = [fitting for fitting, _, _ in found]
     if not all(fits):
         least = phases[fits.index(0)].name
         raise RecipeError(
             f'{KEY} = "auto": phase {least!r} has no room for one record in the {room / GIB:.1f} GiB of a rank; use a '
             "higher zero_optimization.stage, more ranks or a smaller model"
         )
-    if not phases:
-        return MOST_ON_PROCESSORS
-    rows = max(phase.rows_of_a_slot for phase in phases)
-    most = min(*fits, math.inf if gpus else max(1, MOST_ON_PROCESSORS // rows), key=float)
     # Of several phases, the last is the private one of every recipe.
-    return _drawn(phases[-1]).even(world, int(most))
+    batch, (_, _, trained) = _drawn(phases[-1]), found[-1]
+    if gpus:
+        return batch.even(world, min(fits))
+    return on_processors(batch, world, max(record for _, record, _ in found), trained, min(fits))
 
 
-def _fitting(config: Config, phase: Phase, world: int, room: float) -> int:
+def on_processors(batch: Batch, ranks: int, record: float, trained: int, fitting: float = math.inf) -> int:
+    """For processors. `record`: the bytes of a record's activations; `trained`: the number of trained weights; at most
+    `fitting` fit."""
+    fixed = (FIXED + OF_WEIGHTS * 4 * trained) / max(1.0, record)
+    return batch.cheapest(ranks, max(1, int(min(fitting, fixed / MOST_FIXED, batch.most / ranks + 1))), fixed)
+
+
+def _fitting(config: Config, phase: Phase, world: int, room: float) -> tuple[int, float, int]:
+    """How many records fit, the bytes of one, and the number of trained weights."""
     from murmuration.train.planner.forecast import counted  # its counter imports Triton; most configs give a number
 
     cost, weights = counted(config, phase)
     need = memory_of(config, weights, world)
     checking = phase.privacy is not None and config.run.clip_engine != "book-keeping"
-    return need.micro_batch(room, cost, 4.0 * weights.trainable if checking else 0.0)
+    each = 4.0 * weights.trainable if checking else 0.0
+    return need.micro_batch(room, cost, each), cost.kept_bytes + each, weights.trainable
 
 
 def _drawn(phase: Phase) -> Batch:

@@ -16,6 +16,8 @@ from murmuration.accounting.plan import PrivacyPlan
 ROOM = 4.0
 # Standard deviations beyond which a draw is too unlikely to matter in a double.
 FAR = 9.0
+# Rows of a rank from which on their last one no longer matters.
+MANY_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ class Batch:
         """The smallest that needs one row less than `micro_batch` does; 0 where `micro_batch` needs only one."""
         rows = self._most_rows(gpus, micro_batch) - 1
         return self._filling(gpus, rows) if rows else 0
+
+    def cheapest(self, ranks: int, largest: int, fixed: float) -> int:
+        """Of micro-batches of up to `largest`, the one whose rows take the least time on average, if each row takes
+        `fixed` slots' time more than that of its slots. Where rows are many, none of them is mostly padding."""
+        least = max(1, min(largest, math.ceil(self.mean / ranks / MANY_ROWS)))
+        return min(range(least, largest + 1), key=lambda size: self.rows(ranks, size) * (size + fixed))
 
     def _most_rows(self, gpus: int, micro_batch: int) -> int:
         return max(1, math.ceil(self.most / gpus / micro_batch))

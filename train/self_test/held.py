@@ -41,9 +41,10 @@ class Held:
 
     @staticmethod
     def by(model: nn.Module) -> Held:
-        found = {f"the parameter {name}": _part(p) for name, p in model.named_parameters()}
+        parameters = {f"the parameter {name}": p for name, p in model.named_parameters()}
+        found = {name: _part(p) for name, p in parameters.items()}
         found |= {f"the buffer {name}": buffer for name, buffer in model.named_buffers()}
-        trained = frozenset(f"the parameter {name}" for name, p in model.named_parameters() if p.requires_grad)
+        trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
         odd = {name: "a record's" for name, tensor in found.items() if is_of_records(tensor)}
         return Held(
             checksums({name: x for name, x in found.items() if name not in odd}), attributes_of(model) | odd, trained

@@ -13,8 +13,6 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
 
 NAME = "micro_batch.json"
-MOST_ON_PROCESSORS = 64
-"""Rows beyond this fill no more of a processor's vector units; what a GPU gains, it gains up to its memory."""
 KEY = "train_micro_batch_size_per_gpu"
 
 
