@@ -29,6 +29,7 @@ def test_a_run_of_one_process_is_continued_by_two_of_deepspeed(launch: Make) -> 
     (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75, output
+    # By the real launcher: of the tests that are not slow, this one alone trains a run with it.
     code, output = Launch(job.config, job.cwd, launcher="deepspeed").run()
     assert code == 0, output
 
