@@ -22,7 +22,7 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 # In a container (its own Python, and this folder at the same path):
 #   apptainer: PYTHON="apptainer exec --nv --bind $PWD murmuration.sif python"
 #   pyxis:     PYTHON=python SRUN="--container-image=murmuration.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
-: "${PYTHON:=$PWD/.venv/bin/python}" "${SRUN:=}"
+: "${PYTHON:=.venv/bin/python}" "${SRUN:=}"
 run_dir="${RUN_DIR:-runs/$(basename "$CONFIG" .json)}"
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
