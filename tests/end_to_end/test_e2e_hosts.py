@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 from murmuration.accounting.ledger.history import History
 from tests.support.launching import ROOT, Launch, ended, environment, free_port, opened_steps, wait_for
 from tests.support.runs import TOY_STEPS, state_of, toy
+from tests.support.texts import write_texts
 
 Make = Callable[..., tuple[Launch, Path]]
 STALL = 20
@@ -35,16 +37,33 @@ class Host:
         subprocess.run(self.command(*words), check=True, capture_output=True)
 
     def rank(self, job: Launch, rank: int, world: int, port: int) -> subprocess.Popen[str]:
-        """As srun would start it."""
+        script = [str(ROOT / "launch" / "train.py"), "--config", str(job.config)]
+        return self.start(job.cwd, rank, world, port, *script, "--set", f"run.stall_seconds={STALL}")
+
+    def start(
+        self, cwd: Path, rank: int, world: int, port: int, *script: str, hidden: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """As srun would, under the host's own name; `hidden`: a folder that this host does not see."""
         variables = {
             "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": self.link,
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(job.config)]
+        hide = "" if hidden is None else f"mount -t tmpfs none {hidden};"
+        named = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            f'hostname {self.name}; {hide} exec "$@"',
+            "sh",
+            sys.executable,
+            *script,
+        ]
         return subprocess.Popen(
-            self.command(*script, "--set", f"run.stall_seconds={STALL}"), cwd=job.cwd, env=environment() | variables,
-            text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            self.command(*named), cwd=cwd, env=environment() | variables, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
 
@@ -126,3 +145,42 @@ def test_a_lost_host_ends_the_job_and_it_goes_on_without_and_with_it(
     history = History.read(run_dir / "ledger.jsonl")[0]
     assert opened_steps(run_dir) == list(range(1, TOY_STEPS + 1)) and history.steps()[1] == TOY_STEPS
     assert len(history.segments) == 1 and not history.faults
+
+
+def test_doctor_examines_two_hosts_together(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The second one sees other records, and does not share the folder of the first."""
+    model = {"family": "gpt2", "width": 64, "depth": 2, "heads": 2, "text_length": 9, "vocabulary": 4096}
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "model": model,
+        "phases": [{"name": "dp", "objective": "text", "data": {"path": "texts", "tokenizer": "clip"}, "steps": 1,
+                    "privacy": {"epsilon": 8.0, "expected_batch": 4}, "schedule": {"peak": 0.1, "shape": "constant"}}],
+    }  # fmt: skip
+    folders = [tmp_path / host.name for host in hosts]
+    for number, folder in enumerate(folders):
+        write_texts(folder / "texts", ["a text"] * (12 - 2 * number))
+        (folder / "my.json").write_text(json.dumps(config))
+
+    def examined(places: list[Path]) -> tuple[list[int], list[str]]:
+        port, script = free_port(), [str(ROOT / "launch" / "doctor.py"), "--config", "my.json"]
+        hidden = folders[0] if places[1] == folders[1] else None
+        both = [
+            host.start(place, rank, 2, port, *script, hidden=hidden if rank else None)
+            for rank, (host, place) in enumerate(zip(hosts, places, strict=True))
+        ]
+        found = [ended(process) for process in both]
+        assert not [line for line in found[1][1].splitlines() if line.startswith(("ok ", "FAIL"))], found[1][1]
+        return [code for code, _ in found], found[0][1].splitlines()
+
+    first, second = (host.name for host in hosts)
+    codes, lines = examined([folders[0], folders[0]])
+    assert codes == [0, 0], lines
+    assert f"ok    ranks          2 on 2 hosts: {first}, {second}" in lines
+    (told,) = [line for line in lines if "all-reduce" in line]
+    assert "as large as the gradient" in told and "by gloo" in told
+    print(*lines, sep="\n")
+
+    codes, lines = examined(folders)
+    assert codes == [2, 2], lines
+    ranks = f"10 records for rank 1 on {second}, 12 records for rank 0 on {first}"
+    assert f"FAIL  same           phases.0.data.path: {ranks}; give all hosts the same files" in lines
+    assert [line for line in lines if line.startswith(f"FAIL  shared folder  rank 1 on {second} does not see")], lines

@@ -83,6 +83,21 @@ def test_slurm_queues_the_job_again_when_its_time_is_over_and_not_when_it_is_don
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n", "a job that is done was queued again"
 
 
+@pytest.mark.slow
+def test_slurm_examines_its_nodes_and_trains_nothing(tmp_path: Path, launch: Make) -> None:
+    job, run_dir = launch("examined", toy)
+    place("srun", SRUN, tmp_path)
+    place("scontrol", SCONTROL, tmp_path)
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}:{environment()['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node-[1-2]", "CONFIG": str(job.config), "RUN_DIR": str(run_dir), "CHECK": "1",
+        "PYTHON": f"env OF_A_CONTAINER=1 {sys.executable}", "SRUN": "--container-image=murmuration.sqsh",
+    }  # fmt: skip
+    code, output = ended(started("slurm.sh", tmp_path, **variables))
+    assert code == 0 and "2 on 1 host" in output and "as large as the gradient" in output, output
+    assert not run_dir.exists() and not (tmp_path / "scontrol").exists()
+
+
 ENDING = """#!/bin/sh
 # Stands for a launcher: the run that it starts writes its state or none, and ends.
 [ ! -f {folder}/state ] || cp {folder}/state {folder}/run/run_state.json

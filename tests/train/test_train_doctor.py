@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from murmuration.data.index.folders import build_folder
-from murmuration.train.commands import doctor
+from murmuration.train.commands import doctor, doctor_ranks
+from murmuration.train.commands.finding import Finding
+from murmuration.train.distributed.ranks import Ranks
 from tests.support import forking
 from tests.support.evaluation_world import class_folders, class_list, shards
-from tests.support.launching import ROOT
+from tests.support.launching import ROOT, environment
+from tests.support.train_helpers import on_ranks
 
 
 @pytest.fixture
@@ -22,7 +29,9 @@ def config(tmp_path: Path) -> Path:
     """A phase on class folders, measured on shards."""
     build_folder(class_folders(tmp_path / "pictures", 2))
     shards(tmp_path / "shards", 5)
-    model = {"family": "classifier", "size": "nano", "image_size": 32, "patch_size": 4, "classes": 5}
+    model = {
+        "family": "classifier", "width": 16, "depth": 1, "heads": 2, "image_size": 32, "patch_size": 4, "classes": 5,
+    }  # fmt: skip
     phase = {
         "name": "private", "objective": "classify",
         "data": {"path": "pictures", "label": "cls", "classes": str(class_list(tmp_path))},
@@ -63,3 +72,34 @@ def test_records_that_cannot_be_read_are_named(
     assert [verdict for verdict, _ in found] == ["ok", "FAIL"] and "000000.tar" in found[1][1], found
     config.write_text("{")
     assert [each.verdict for each in doctor.records(config, [])] == ["FAIL"]
+
+
+def test_ranks_of_a_launcher_are_examined_together(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "launch" / "doctor.py"), "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = {line[6:20].strip(): line for line in done.stdout.splitlines()}
+    assert len(lines) >= len(done.stdout.splitlines()) - 1, "two phases' records; nothing else is told twice"
+    assert f"2 on 1 host: {socket.gethostname()}" in lines["ranks"]
+    assert "torch" in lines["same"] and "phases.0.data.path" in lines["same"] and lines["same"].startswith("ok")
+    assert lines["shared folder"] == f"ok    shared folder  all ranks see {tmp_path}"
+    assert "as large as the gradient" in lines["all-reduce"] and "GB/s" in lines["all-reduce"]
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".doctor")]
+
+
+def test_ranks_with_other_clocks_and_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = threading.local()
+    monkeypatch.setattr(time, "time", lambda: time.monotonic() + getattr(clock, "ahead", 0.0))
+
+    def found(ranks: Ranks) -> list[Finding]:
+        clock.ahead = 5.0 * ranks.rank
+        facts = {"torch": (f"2.1{ranks.rank}", ""), "records": ("10 records", str(ranks.rank))}
+        return [*doctor_ranks._clocks(ranks), *doctor_ranks._same(ranks, facts)]
+
+    for told in on_ranks(2, found):
+        assert [each.verdict for each in told] == ["warn", "FAIL", "FAIL"]
+        clocks, torches, records = (each.told for each in told)
+        assert clocks.startswith("rank 1 on") and "5.0 s ahead of rank 0 on" in clocks
+        assert torches.startswith("torch: 2.11 for rank 1 on") and "2.10 for rank 0 on" in torches
+        assert records.startswith("records: 10 records, but of other contents for rank 1")

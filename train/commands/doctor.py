@@ -1,12 +1,14 @@
 """doctor [--config my.json]: whether this machine can train, one line per thing that a run would trip over.
 
 Each line says ok, warn or FAIL, and what to do. The exit code is 2 if something failed. With a config, the records of
-its phases are opened, too, and the first and last one of each set are read.
+its phases are opened, too, and the first and last one of each set are read. Started by a launcher as all ranks of a job
+(torchrun, deepspeed, CHECK=1 sbatch launch/slurm.sh), it compares the ranks and times the sum of a gradient.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import resource
@@ -16,16 +18,19 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
 from murmuration.accounting.escaping import printable, sentence
+from murmuration.train.commands.finding import FAIL, OK, WARN, Finding
 
-OK, WARN, FAIL = "ok", "warn", "FAIL"
+if TYPE_CHECKING:
+    from murmuration.train.commands.doctor_ranks import Facts
+    from murmuration.train.config.root import Config
+
 PACKAGES = ("torch", "deepspeed", "timm", "transformers", "opacus", "webdataset", "tensorboard", "dp-accounting")
 LEAST_FREE = 20
 """GiB where runs are written; a checkpoint of ViT-L with its optimizer takes five."""
@@ -36,13 +41,6 @@ LEAST_FILES = 4096
 MOST_SKEW = 5.0
 """Seconds between this machine's clock and the file system's."""
 MEET_SECONDS = 120
-
-
-@dataclass(frozen=True)
-class Finding:
-    verdict: Literal["ok", "warn", "FAIL"]
-    what: str
-    told: str
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -57,16 +55,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     checks: list[Callable[[], Iterator[Finding]]] = [
-        python, packages, compiler, processors, shared_memory, disk, clock, limits, gpus, ranks_meet,
+        python, packages, compiler, processors, shared_memory, disk, limits, gpus,
     ]  # fmt: skip
     if arguments.config is not None:
         checks.append(lambda: records(arguments.config, arguments.set))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _as_ranks(arguments, checks)
+    return _shown(found for check in (*checks, clock, ranks_meet) for found in check())
+
+
+def _shown(findings: Iterable[Finding]) -> int:
     failed = 0
-    for check in checks:
-        for found in check():
-            print(printable(f"{found.verdict:<5} {found.what:<14} {found.told}"), flush=True)
-            failed += found.verdict == FAIL
+    for found in findings:
+        print(printable(f"{found.verdict:<5} {found.what:<14} {found.told}"), flush=True)
+        failed += found.verdict == FAIL
     return BAD_INPUT if failed else DONE
+
+
+def _as_ranks(arguments: argparse.Namespace, checks: list[Callable[[], Iterator[Finding]]]) -> int:
+    from murmuration.train.commands.doctor_ranks import across
+    from murmuration.train.config.load import load
+
+    config = None
+    if arguments.config is not None:
+        with contextlib.suppress(RunError):  # `records` says why
+            config = load(arguments.config, arguments.set)
+    found, shows = across(
+        lambda: [each for check in checks for each in check()], lambda: facts_of(config), gradient_bytes(config)
+    )
+    if shows:
+        return _shown(found)
+    return BAD_INPUT if any(each.verdict == FAIL for each in found) else DONE
 
 
 def python() -> Iterator[Finding]:
@@ -189,6 +208,10 @@ def ranks_meet() -> Iterator[Finding]:
     """Two processes of this machine add up a number, as all ranks do at every step."""
     import torch
 
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        told = "srun started several tasks, each examined alone; CHECK=1 sbatch launch/slurm.sh examines them together"
+        yield Finding(WARN, "ranks", told)
+        return
     many = torch.cuda.is_available() and torch.cuda.device_count() > 1
     backend = "nccl" if many else "gloo"
     with tempfile.TemporaryDirectory() as folder:
@@ -213,6 +236,44 @@ def _reason(said: str) -> str:
     lines = [line.strip() for line in said.splitlines()]
     errors = [line for line in lines if re.search(r"Error: |^terminate called", line) and "ChildFailed" not in line]
     return errors[0] if errors else "no reason given"
+
+
+def facts_of(config: Config | None) -> Facts:
+    """What must be the same on all ranks. Digests of records are compared and never shown."""
+    from murmuration.data.index.open import open_index
+    from murmuration.train.recipe.record_names import parts_of
+
+    found: Facts = {"python": (sys.version.split()[0], "")}
+    for name in PACKAGES:
+        try:
+            found[name] = (version(name), "")
+        except PackageNotFoundError:
+            found[name] = ("none", "")
+    for number, phase in enumerate(config.phases if config is not None else ()):
+        for part in parts_of(number, phase):
+            try:
+                index = open_index(part.path)
+                found[part.key] = (f"{index.records:,} records", index.manifest_digest)
+            except (RunError, OSError):
+                found[part.key] = ("no records", "")
+    return found
+
+
+def gradient_bytes(config: Config | None) -> int:
+    """Of the phase that trains most; 0 without a config that can be built."""
+    from murmuration.model.build import build
+    from murmuration.train.recipe.ready_phase import resolve_shape, select_trained
+
+    most = 0
+    try:
+        for phase in config.phases if config is not None else ():
+            if config is not None and phase.trains:
+                model = build(resolve_shape(config), phase.objective, "meta")
+                select_trained(model, phase)
+                most = max(most, 4 * sum(each.numel() for each in model.parameters() if each.requires_grad))
+    except RunError:
+        return 0
+    return most
 
 
 def records(path: Path, overrides: list[str]) -> Iterator[Finding]:
