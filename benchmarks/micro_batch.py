@@ -1,4 +1,4 @@
-"""What a clipped micro-batch costs a processor by its size: the measurement behind `train/planner/micro_batch.py`.
+"""What a clipped micro-batch costs a processor by its size: the measurement behind `train/planner/rows.py`.
 
     OMP_NUM_THREADS=1 python benchmarks/micro_batch.py
 
@@ -28,7 +28,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.core import Computation, kept_of_record
 from murmuration.train.distributed.memory import reuse_freed_memory
-from murmuration.train.planner.micro_batch import FIXED, OF_WEIGHTS
+from murmuration.train.planner.rows import FIXED, OF_WEIGHTS
 from murmuration.train.self_test.probes import SyntheticRecords
 
 SIZES, TURNS, RULE = (16, 32, 64, 128, 256), 7, ClipRule("flat", 1.0, 0.0)

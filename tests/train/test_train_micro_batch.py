@@ -29,16 +29,8 @@ from murmuration.train.engines.micro_batch_graph import ALIKE, MOST_MISSES, MOST
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.planner.forecast import counted, forecast
 from murmuration.train.planner.memory import GIB, memory
-from murmuration.train.planner.micro_batch import (
-    FIXED,
-    MOST_FIXED,
-    OF_WEIGHTS,
-    largest,
-    on_processors,
-    on_this_machine,
-    settled,
-)
-from murmuration.train.planner.rows import Batch
+from murmuration.train.planner.micro_batch import largest, on_this_machine, settled
+from murmuration.train.planner.rows import FIXED, MOST_FIXED, OF_WEIGHTS, Batch
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.storage.micro_batch_file import KEY, NAME
 from tests.support.planner_world import CLUSTER, SMALL
@@ -94,10 +86,11 @@ def test_on_processors_no_size_within_the_bound_is_faster_on_drawn_batches(
     def seconds(size: int) -> float:
         return float(np.maximum(1, -(-draws // (size * ranks))).mean()) * (size + fixed)
 
-    found = on_processors(Batch(mean, math.sqrt(mean), public=False), ranks, record, trained)
+    batch = Batch(mean, math.sqrt(mean), public=False)
+    found = batch.on_processors(ranks, record, trained)
     assert found <= most
     assert seconds(found) <= 1.03 * min(seconds(size) for size in range(1, min(most, 2 * mean + 10) + 1))
-    assert on_processors(Batch(mean, math.sqrt(mean), public=False), ranks, record, trained, fitting=1) == 1
+    assert batch.on_processors(ranks, record, trained, fitting=1) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2])

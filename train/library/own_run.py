@@ -30,7 +30,6 @@ from murmuration.train.library.start import Started
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
-from murmuration.train.planner.micro_batch import on_processors
 from murmuration.train.planner.rows import Batch
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.storage.certify import Told, finish
@@ -167,7 +166,7 @@ class OwnRun:
             return largest_micro_batch(*trial, max(1, math.ceil(self.plan.divisor / world)), self.ranks)
         trained = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         gradients = 0.0 if computation.clip_engine == "book-keeping" else 4.0 * trained
-        return on_processors(Batch.drawn(self.plan), world, kept_of_record(*trial) + gradients, trained)
+        return Batch.drawn(self.plan).on_processors(world, kept_of_record(*trial) + gradients, trained)
 
     @property
     def _order(self) -> str | None:

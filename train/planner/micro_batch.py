@@ -23,11 +23,6 @@ from murmuration.train.storage.micro_batch_file import KEY, found_once, kept
 
 SHARE_OF_MAIN_MEMORY = 0.5
 """The rest is for the processes that decode, and for the system's cache of the shards."""
-FIXED, OF_WEIGHTS = 2.0 * 2**20, 0.25
-"""What a processor does once for a micro-batch, whatever its size, takes about as long as records whose activations
-fill so many bytes: calls of functions, and a product and an addition for every weight, by the bytes of these."""
-MOST_FIXED = 1 / 32
-"""Once that is so small a part of a micro-batch, a larger one saves nothing and takes memory."""
 
 
 def settled(config: Config, run_dir: Path, ranks: Ranks) -> Config:
@@ -70,14 +65,7 @@ def largest(config: Config, world: int, room: float, gpus: bool) -> int:
     batch, (_, _, trained) = _drawn(phases[-1]), found[-1]
     if gpus:
         return batch.even(world, min(fits))
-    return on_processors(batch, world, max(record for _, record, _ in found), trained, min(fits))
-
-
-def on_processors(batch: Batch, ranks: int, record: float, trained: int, fitting: float = math.inf) -> int:
-    """For processors. `record`: the bytes of a record's activations; `trained`: the number of trained weights; at most
-    `fitting` fit."""
-    fixed = (FIXED + OF_WEIGHTS * 4 * trained) / max(1.0, record)
-    return batch.cheapest(ranks, max(1, int(min(fitting, fixed / MOST_FIXED, batch.most / ranks + 1))), fixed)
+    return batch.on_processors(world, max(record for _, record, _ in found), trained, min(fits))
 
 
 def _fitting(config: Config, phase: Phase, world: int, room: float) -> tuple[int, float, int]:

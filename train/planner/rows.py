@@ -18,6 +18,11 @@ ROOM = 4.0
 FAR = 9.0
 # Rows of a rank from which on their last one no longer matters.
 MANY_ROWS = 64
+FIXED, OF_WEIGHTS = 2.0 * 2**20, 0.25
+"""What a processor does once for a micro-batch, whatever its size, takes about as long as records whose activations
+fill so many bytes: calls of functions, and a product and an addition for every weight, by the bytes of these."""
+MOST_FIXED = 1 / 32
+"""Once that is so small a part of a micro-batch, a larger one saves nothing and takes memory."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,11 @@ class Batch:
         rows = self._most_rows(gpus, micro_batch) - 1
         return self._filling(gpus, rows) if rows else 0
 
-    def cheapest(self, ranks: int, largest: int, fixed: float) -> int:
-        """Of micro-batches of up to `largest`, the one whose rows take the least time on average, if each row takes
-        `fixed` slots' time more than that of its slots. Where rows are many, none of them is mostly padding."""
+    def on_processors(self, ranks: int, record: float, trained: int, fitting: float = math.inf) -> int:
+        """The micro-batch whose rows take a processor the least time on average. `record`: the bytes of a record's
+        activations; `trained`: the number of trained weights; at most `fitting` fit."""
+        fixed = (FIXED + OF_WEIGHTS * 4 * trained) / max(1.0, record)
+        largest = max(1, int(min(fitting, fixed / MOST_FIXED, self.most / ranks + 1)))
         least = max(1, min(largest, math.ceil(self.mean / ranks / MANY_ROWS)))
         return min(range(least, largest + 1), key=lambda size: self.rows(ranks, size) * (size + fixed))
 
