@@ -63,11 +63,9 @@ test: lint test-core
 test-core: $(READY)
 	$(call run_tests,"core and not slow",worksteal,)
 
-# Everything but the slow tests, in one call of pytest and not in two: each of its processes imports everything.
-test-full: lint $(READY)
-	$(call run_tests,"not slow",$(BY_FILE),$(AT_ONCE))
+# Everything but the slow tests: the core, then the rest.
+test-full: test test-rest
 
-# What `make test` leaves.
 test-rest: $(READY)
 	$(call run_tests,"not core and not slow",$(BY_FILE),$(AT_ONCE))
 

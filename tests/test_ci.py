@@ -23,7 +23,7 @@ TABLE = Times(2.0, GROUPS, {"train/test_a.py::one": 5.0})
 
 def test_a_fast_machine_runs_everything_and_a_slow_one_what_fits() -> None:
     fast = ci.planned(TABLE, 2.0, 2, 7, 50)
-    assert fast.shares == 1 and fast.steps() == [["test-full", "test-kernels"]]
+    assert fast.shares == 1 and fast.steps() == [["test", "test-full", "test-kernels"]]
     assert "everything runs" in fast.text() and "slow tests" in fast.left_out()
     for own_unit, cores in ((8.0, 2), (3.0, 1), (5.0, 1)):
         slow = ci.planned(TABLE, own_unit, cores, 7, 50)
