@@ -120,12 +120,13 @@ def test_signals_stops_and_timeouts_reach_it() -> None:
 RANK = """
 import os, sys, time
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-print(*(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdigit(), flush=True)
+told = " ".join(os.environ[name] for name in names)
+os.write(1, f"{told} {os.environ['MASTER_PORT'].isdigit()}\\n".encode())  # at once: another rank writes, too
 """
 
 
 def test_ranks_are_told_apart_and_share_a_session() -> None:
-    with forking.start(code(RANK + "print(os.getsid(0), flush=True)"), ranks=3, **PIPES) as process:
+    with forking.start(code(RANK + "os.write(1, b'%d\\n' % os.getsid(0))"), ranks=3, **PIPES) as process:
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and process.codes == [0, 0, 0], errors
     said = sorted(line for line in output.splitlines() if "127.0.0.1" in line)

@@ -162,6 +162,7 @@ def serve(control: socket.socket) -> tuple[Job, socket.socket] | None:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler if job["interruptible"] else signal.SIG_IGN)
             for other in (control, *running.values()):
                 other.close()
             os.close(woken), os.close(wake)

@@ -111,6 +111,7 @@ class Forked(subprocess.Popen[Any]):
             raise ValueError(f"{', '.join(different)} are read at import: start a fresh interpreter with subprocess")
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         job = self._job | {"command": args[1:], "cwd": os.fspath(cwd or os.getcwd()), "env": env}
+        job["interruptible"] = signal.getsignal(signal.SIGINT) != signal.SIG_IGN  # which a child inherits
         streams = [own if own != -1 else inherited for own, inherited in ((stdin, 0), (stdout, 1), (stderr, 2))]
         with theirs:
             socket.send_fds(server().control, [json.dumps(job).encode()], [theirs.fileno(), *streams])
