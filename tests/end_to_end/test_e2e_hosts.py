@@ -51,16 +51,9 @@ class Host:
         }  # fmt: skip
         hide = "" if hidden is None else f"mount -t tmpfs none {hidden};"
         named = [
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-            f'hostname {self.name}; {hide} exec "$@"',
-            "sh",
-            sys.executable,
-            *script,
-        ]
+            "unshare", "--uts", "--mount", "sh", "-c", f'hostname {self.name}; {hide} exec "$@"', "sh",
+            sys.executable, *script,
+        ]  # fmt: skip
         return subprocess.Popen(
             self.command(*named), cwd=cwd, env=environment() | variables, text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

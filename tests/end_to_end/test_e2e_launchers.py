@@ -62,15 +62,20 @@ def place(name: str, text: str, folder: Path) -> None:
     path.chmod(0o755)
 
 
+def of_slurm(folder: Path, job: Launch, run_dir: Path) -> dict[str, str]:
+    """What stands for its commands, and the variables of a job."""
+    place("srun", SRUN, folder)
+    place("scontrol", SCONTROL, folder)
+    return {
+        "PATH": f"{folder / 'bin'}:{environment()['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node-[1-2]", "CONFIG": str(job.config), "RUN_DIR": str(run_dir),
+    }  # fmt: skip
+
+
 @pytest.mark.slow
 def test_slurm_queues_the_job_again_when_its_time_is_over_and_not_when_it_is_done(tmp_path: Path, launch: Make) -> None:
     job, run_dir = launch("slurm", toy)
-    place("srun", SRUN, tmp_path)
-    place("scontrol", SCONTROL, tmp_path)
-    variables = {
-        "PATH": f"{tmp_path / 'bin'}:{environment()['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "node-[1-2]", "CONFIG": str(job.config), "RUN_DIR": str(run_dir),
-    }  # fmt: skip
+    variables = of_slurm(tmp_path, job, run_dir)
     process = started("slurm.sh", tmp_path, **variables)
     wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
     for task in (tmp_path / "tasks").read_text().split():
@@ -86,12 +91,8 @@ def test_slurm_queues_the_job_again_when_its_time_is_over_and_not_when_it_is_don
 @pytest.mark.slow
 def test_slurm_examines_its_nodes_and_trains_nothing(tmp_path: Path, launch: Make) -> None:
     job, run_dir = launch("examined", toy)
-    place("srun", SRUN, tmp_path)
-    place("scontrol", SCONTROL, tmp_path)
-    variables = {
-        "PATH": f"{tmp_path / 'bin'}:{environment()['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "node-[1-2]", "CONFIG": str(job.config), "RUN_DIR": str(run_dir), "CHECK": "1",
-        "PYTHON": f"env OF_A_CONTAINER=1 {sys.executable}", "SRUN": "--container-image=murmuration.sqsh",
+    variables = of_slurm(tmp_path, job, run_dir) | {
+        "CHECK": "1", "PYTHON": f"env OF_A_CONTAINER=1 {sys.executable}", "SRUN": "--container-image=murmuration.sqsh",
     }  # fmt: skip
     code, output = ended(started("slurm.sh", tmp_path, **variables))
     assert code == 0 and "2 on 1 host" in output and "as large as the gradient" in output, output

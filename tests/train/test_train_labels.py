@@ -377,10 +377,9 @@ def test_lists_change_the_digest_and_runs_without_them_keep_theirs(
 # Weights of classes: public numbers, in the loss before it is clipped.
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_class_weights_multiply_losses_before_clipping(world: Path, several: bool) -> None:
+@pytest.mark.parametrize(("loss", "several"), [("softmax", False), ("sigmoid", False), ("sigmoid", True)])
+def test_class_weights_multiply_losses_before_clipping(world: Path, loss: str, several: bool) -> None:
     weights, bound = (0.0, 1.0, 4.0, 0.5), 0.05
-    loss = "sigmoid" if several else "softmax"
     told = written(world).model
     weighty, plain = (
         told.model_copy(update={"class_weights": each, "classify_loss": loss}) for each in (weights, None)
@@ -391,10 +390,11 @@ def test_class_weights_multiply_losses_before_clipping(world: Path, several: boo
     labels = torch.randint(0, 2, (8, 4), generator=drawn) if several else torch.arange(8) % 4
     inputs, present = {"images": images, "labels": labels}, torch.ones(8, dtype=torch.bool)
     logits, scale = unweighted.logits(images).detach(), torch.tensor(weights, dtype=torch.float64)
+    wanted = (labels if several else torch.nn.functional.one_hot(labels, 4)).double()
     entropies = (
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.double(), reduction="none") * scale
-        if several
-        else -logits.log_softmax(1) * scale * torch.nn.functional.one_hot(labels, 4)
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none") * scale
+        if loss == "sigmoid"
+        else -logits.log_softmax(1) * scale * wanted
     )
     torch.testing.assert_close(model(inputs).detach().double(), entropies.sum(1), rtol=1e-5, atol=1e-6)
     found, _ = clipped_totals(
@@ -404,8 +404,8 @@ def test_class_weights_multiply_losses_before_clipping(world: Path, several: boo
     expected = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
     for row in range(8):  # by autograd on the formula, one record at a time
         each = unweighted.logits(images[row : row + 1])
-        if several:
-            losses = torch.nn.functional.softplus(each) - each * labels[row]
+        if loss == "sigmoid":
+            losses = torch.nn.functional.softplus(each) - each * wanted[row]
             total = (losses * scale).sum()
         else:
             total = scale[labels[row]] * -each.log_softmax(1)[0, labels[row]]

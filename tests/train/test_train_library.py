@@ -109,6 +109,28 @@ def test_a_loss_that_refuses_the_self_tests_labels_leaves_nothing_behind(tmp_pat
         found.prove()
 
 
+class Large(nn.Module):
+    """Keeps 8 MiB of each record for its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (x[:, :1].expand(-1, 1 << 20).exp().tanh() * self.layer(x)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("model", "least", "most"), [(Large, 1, 8), (random_net, 20, 50)])
+def test_an_automatic_micro_batch_is_bounded_by_what_records_keep(
+    tmp_path: Path, model: Any, least: int, most: int
+) -> None:
+    """64 MiB of activations, or a whole draw where records are small."""
+    with own(tmp_path, model, micro_batch="auto") as found:
+        found.prove()
+    chosen = json.loads((tmp_path / "micro_batch.json").read_text())["train_micro_batch_size_per_gpu"]
+    assert least <= chosen <= most
+
+
 # Data.
 
 

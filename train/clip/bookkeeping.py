@@ -187,21 +187,17 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
-        try:
-            with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
-                losses = losses_of(model, inputs, tracker.records, tracker)
-            _refuse_unused(tracker)
-            if not self._checked:
-                _refuse_unseen(tracker, losses)
-                self._checked = True
-            tracker.counting = False
-            seed = torch.full_like(losses, self._scale)
-            # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be
-            # watched.
-            with tracker:
-                _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
-        finally:  # after an error, too: a cycle through autograd is not seen by the garbage collector
-            tracker.forget()
+        with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
+            losses = losses_of(model, inputs, tracker.records, tracker)
+        _refuse_unused(tracker)
+        if not self._checked:
+            _refuse_unseen(tracker, losses)
+            self._checked = True
+        tracker.counting = False
+        seed = torch.full_like(losses, self._scale)
+        # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be watched.
+        with tracker:
+            _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         return losses
 
 

@@ -264,8 +264,7 @@ class _Recording:
             )
             alone.enter_context(mode)
             versions = [x._version for x in (*inputs, *rest)]
-            finding, outs = self._forward([*inputs, *rest])  # which finds the masks
-            finding.forget()
+            outs = self._forward([*inputs, *rest])[1]  # which finds the masks
             tangents = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in outs]
             primals = [*inputs, *map(self._mask, self._masks), *rest]
             if versions != [x._version for x in (*inputs, *rest)]:
@@ -324,13 +323,10 @@ class _Recording:
         primals = [x.detach().requires_grad_(number in self._call.graded) for number, x in enumerate(primals)]
         tracker, outs = self._forward(primals)
         leaves = (tracker.anchor, *(primals[number] for number in self._call.graded))
-        try:
-            with tracker, torch.autocast(self._device.type, enabled=False):
-                _, *below = _engine_run_backward(
-                    tuple(outs), tuple(tangents), False, False, leaves, True, accumulate_grad=False
-                )
-        finally:
-            tracker.forget()
+        with tracker, torch.autocast(self._device.type, enabled=False):
+            _, *below = _engine_run_backward(
+                tuple(outs), tuple(tangents), False, False, leaves, True, accumulate_grad=False
+            )
         self._below = [number for number, x in zip(self._call.graded, below, strict=True) if x is not None]
         results: dict[int, Tensor] = {}
         self._reports = []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -247,10 +248,6 @@ class ParameterTracker(OneMicroBatch):
             assert self._report is not None, "only parameters are reported"
             self._report(pieces, self.used)
 
-    def forget(self) -> None:
-        """The copies' graph refers to this object."""
-        self._copies.clear()
-
     def on_records(self, function: Callable[..., Tensor], x: Tensor, rows: bool = True) -> Tensor:
         """Calls a function of rows with those of all records: [B·rows, …], or [B, …] if x has no dimension of rows."""
         whole = leave(x, self.records)
@@ -274,7 +271,13 @@ class ParameterTracker(OneMicroBatch):
         key = id(source.tensor)
         if key not in self._copies:
             self.use(source)
-            whole = lambda gradient: self.report(source.whole(gradient))  # noqa: E731
+            held = ref(self)  # the copy's graph must not hold what holds the copy, which no collector would see
+
+            def whole(gradient: Tensor) -> None:
+                tracker = held()
+                assert tracker is not None, "whoever runs the backward pass holds the tracker"
+                tracker.report(source.whole(gradient))
+
             with outside():
                 value = source.value.detach()
                 self._copies[key] = enter(PerRecord.apply(self.anchor, value, self.records, whole))

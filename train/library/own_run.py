@@ -166,7 +166,8 @@ class OwnRun:
             return largest_micro_batch(*trial, max(1, math.ceil(self.plan.divisor / world)), self.ranks)
         trained = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         gradients = 0.0 if computation.clip_engine == "book-keeping" else 4.0 * trained
-        return Batch.drawn(self.plan).on_processors(world, kept_of_record(*trial) + gradients, trained)
+        kept = max(self.ranks.gather(kept_of_record(*trial)))  # one number for all, even if hosts differ
+        return Batch.drawn(self.plan).on_processors(world, kept + gradients, trained)
 
     @property
     def _order(self) -> str | None:
