@@ -7,12 +7,12 @@ same plan, to the last bit.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from murmuration.accounting.adaptive import SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
-from murmuration.accounting.epsilon.calibrate import MOST_STEPS, calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.epsilon.calibrate import MOST_STEPS, calibrate_sigma, enlarged
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
@@ -128,12 +128,6 @@ def steps_of_passes(passes: float, records: int, batch: float) -> float:
             f"at most {MOST_STEPS:,}; make fewer passes, or larger batches"
         )
     return steps
-
-
-def most_steps(request: PlanRequest) -> int:
-    """How many steps the budget lasts for at the request's noise multiplier, whatever its own `steps` are."""
-    one_turn = make_plan(replace(request, steps=request.bands))
-    return request.bands * calibrate_steps(one_turn.event(), one_turn.epsilon_budget, one_turn.delta)
 
 
 def _noise(request: PlanRequest, known: PrivacyPlan | None) -> AnyNoise:

@@ -122,7 +122,11 @@ def run_study(
     require_public(phase)
     require_start(config, phase)
     outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
-    public = _measured_on(phase, study, ranks, config.micro_batch)
+    # Held-out records if the phase has some, otherwise the first ones it trains on; never augmented.
+    index = phase.held_out or phase.index
+    reader = BatchReader(index, phase.data_spec(augment=False), phase.text, mask_key=b"m" * 32)
+    rows = slots(np.arange(min(study.records, index.records)), ranks.rank, ranks.world, config.micro_batch)
+    public = list(iterate(reader, rows, 0))
     for variant in VARIANTS:
         for rate in study.rates:
             curve = _one(config, phase, study, variant, rate, public, ranks, make)
@@ -204,14 +208,6 @@ def _one(
     finally:
         engine.close()
     return Curve(variant.name, rate, losses, sum(ranks.gather(factors)) / max(1, ranks.sum(seen)))
-
-
-def _measured_on(phase: ReadyPhase, study: Study, ranks: Ranks, micro_batch: int) -> list[MicroBatch]:
-    """Held-out records if the phase has some, otherwise the first ones it trains on; never augmented."""
-    index = phase.held_out or phase.index
-    reader = BatchReader(index, phase.data_spec(augment=False), phase.text, mask_key=b"m" * 32)
-    rows = slots(np.arange(min(study.records, index.records)), ranks.rank, ranks.world, micro_batch)
-    return list(iterate(reader, rows, 0))
 
 
 def _loss(batches: list[MicroBatch], engine: Engine, ranks: Ranks) -> float:

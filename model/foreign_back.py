@@ -49,7 +49,11 @@ def to_hugging_face(model: Model) -> dict[str, Tensor]:
 def timm_weights(model: Model) -> WeightEntries:
     """For `vision_transformer.VisionTransformer` with a class token, or `resnetv2.ResNetV2`."""
     if isinstance(model, Classifier) and model.shape.resnet is not None:
-        return {_bit_name(name): _bit_entry(name, tensor) for name, tensor in merged(model.state_dict()).items()}
+        entries: WeightEntries = {}
+        for name, tensor in merged(model.state_dict()).items():
+            theirs = name.replace("head.", "head.fc.") if name.startswith("head.") else name.removeprefix("body.")
+            entries[theirs] = WeightEntry(tensor[:, :, None, None] if name == "head.weight" else tensor, (name,))
+        return entries
     return _encoder(model)
 
 
@@ -78,14 +82,6 @@ def _encoder(model: Model) -> WeightEntries:
         # It is added to all tokens, and so are positions.
         found[POSITIONS] = WeightEntry(state[POSITIONS] + state[TYPE_TOKEN], (POSITIONS, TYPE_TOKEN), "their sum")
     return found
-
-
-def _bit_name(name: str) -> str:
-    return name.replace("head.", "head.fc.") if name.startswith("head.") else name.removeprefix("body.")
-
-
-def _bit_entry(name: str, tensor: Tensor) -> WeightEntry:
-    return WeightEntry(tensor[:, :, None, None] if name == "head.weight" else tensor, (name,))
 
 
 def _with_biases(pieces: WeightEntries, model: MaskedAutoencoder) -> WeightEntries:

@@ -85,7 +85,11 @@ def run(session: Session, work: Work) -> Outcome:
     backbone = dense.backbone_of(session, settings)
     train, learnt, learnt_from = _annotated(train, work.arguments.objects, "--objects", "--data")
     test, true, scored_by = _annotated(test, work.arguments.test_objects, "--test-objects", "--test")
-    train = _teaching(train, learnt, learnt_from)
+    # The pictures that have an object to learn from.
+    ids = [int(record) for record in train.ids if any(map(_is_learnt, learnt.pictures[int(record)].objects))]
+    if len(ids) < 2:
+        raise EvaluationError(f"{learnt_from} has fewer than two pictures with objects to learn from; name more")
+    train = Chosen(train.index, np.array(ids))
     if learnt.categories != true.categories:
         raise EvaluationError(
             f"{learnt_from} and {scored_by} list other categories; name files of one set with --objects and "
@@ -163,14 +167,6 @@ def _annotated(part: Chosen, given: Path | None, option: str, where: str) -> tup
     objects = read_objects(path, files, option)
     # Places among the files are numbers of records, since all of an index is named.
     return Chosen(part.index, np.array(sorted(objects.pictures))), objects, path
-
-
-def _teaching(part: Chosen, objects: Objects, path: Path) -> Chosen:
-    """The pictures that have an object to learn from."""
-    ids = [int(record) for record in part.ids if any(map(_is_learnt, objects.pictures[int(record)].objects))]
-    if len(ids) < 2:
-        raise EvaluationError(f"{path} has fewer than two pictures with objects to learn from; name more")
-    return Chosen(part.index, np.array(ids))
 
 
 def _is_learnt(each: Instance) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from murmuration.data.pack import arrow, bitmaps, coco, listed, urls
+from murmuration.data.pack.coco import COCO, Coco
 from murmuration.data.pack.columns import Columns
-from murmuration.data.pack.row import Layout, PackError
+from murmuration.data.pack.row import Layout, PackError, inner, require
 from murmuration.data.pack.table import METADATA, Table
 
 _SPLITS = {
@@ -117,7 +118,11 @@ def _parquet(source: Source) -> Layout:
 def _coco(source: Source) -> Layout:
     if source.table is not None:
         return coco.Coco(source.folder, source.table)
-    return coco.open_coco(source.folder, source.split_of("coco"))
+    split = source.split_of("coco")
+    root = inner(source.folder, "COCO", "coco")
+    annotations = f"annotations/captions_{split}.json"
+    require(root, "COCO captions", [annotations, split], COCO)
+    return Coco(root / split, root / annotations)
 
 
 def _cc3m(source: Source) -> Layout:

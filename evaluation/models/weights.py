@@ -290,7 +290,11 @@ def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, gi
     """A plain vision transformer becomes ours; anything else is computed by transformers."""
     told = subject.note
     labels = told.get("id2label") or {}
-    if _is_plain(told):
+    width = told.get("hidden_size")
+    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
+    usual = all(told.get(name, value) == value for name, value in same.items())
+    plain = told["model_type"] in ("vit", "vit_mae") and usual and told.get("intermediate_size") == 4 * (width or 0)
+    if plain:
         sizes = {
             "image_size": given.image_size or told.get("image_size"), "patch_size": told.get("patch_size"),
             "width": told["hidden_size"], "depth": told.get("num_hidden_layers"),
@@ -302,13 +306,6 @@ def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, gi
         found = Evaluated(model, "classify", digest, report)
     names = tuple(str(labels[key]) for key in sorted(labels, key=int))
     return replace(found, class_names=names)
-
-
-def _is_plain(told: dict[str, Any]) -> bool:
-    width = told.get("hidden_size")
-    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
-    usual = all(told.get(name, value) == value for name, value in same.items())
-    return told["model_type"] in ("vit", "vit_mae") and usual and told.get("intermediate_size") == 4 * (width or 0)
 
 
 def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:

@@ -79,12 +79,14 @@ class Outcome:
 def page_of(outcome: Outcome) -> str:
     """The page that shows a result, in one file."""
     result = outcome.result
+    parts = {"model": result.model, **{f"data, {name}": part for name, part in result.data.items()}}
+    parts["settings"] = result.settings
     return html_page(
         Path(__file__).parent / "result.html.jinja",
         title=f"{result.protocol} of {result.model['what']}",
         statement=statement(result),
         numbers=[(name, shown(number)) for name, number in result.numbers.items()],
-        about=_about(result),
+        about=[(name, ", ".join(f"{key} {value}" for key, value in part.items())) for name, part in parts.items()],
         notes=result.notes,
         tiles=outcome.tiles,
         table=outcome.table,
@@ -170,12 +172,6 @@ def statement(result: Result) -> str:
     if not found["private"]:
         return str(found["objection"])
     return f"Certified: ε = {found['epsilon']:.6g} at δ = {found['delta']:.3g}."
-
-
-def _about(result: Result) -> list[tuple[str, str]]:
-    parts = {"model": result.model, **{f"data, {name}": part for name, part in result.data.items()}}
-    parts["settings"] = result.settings
-    return [(name, ", ".join(f"{key} {value}" for key, value in part.items())) for name, part in parts.items()]
 
 
 def _versions() -> dict[str, str]:

@@ -127,7 +127,12 @@ class BookKeepingClip:
                     f"{name or 'the model'} is scripted: what it does with records cannot be seen; "
                     "run it as an ordinary module"
                 )
-            if module._backward_hooks or module._backward_pre_hooks or global_backward_hooks():
+            if (
+                module._backward_hooks
+                or module._backward_pre_hooks
+                or every_module._global_backward_hooks
+                or every_module._global_backward_pre_hooks
+            ):
                 raise ClipError(
                     f"{name or 'the model'} has a backward hook, which is not called where records are isolated; "
                     "remove it"
@@ -199,10 +204,6 @@ class BookKeepingClip:
         with tracker:
             _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
         return losses
-
-
-def global_backward_hooks() -> bool:
-    return bool(every_module._global_backward_hooks or every_module._global_backward_pre_hooks)
 
 
 def _over_groups(norms: Tensor) -> Tensor:

@@ -64,19 +64,15 @@ def main(argv: list[str] | None = None) -> int:
 
         phases = prepare(config)  # refuses before anything is started or written
         root = run_dir_of(config, arguments.config)
-        _check_compiler(config, root)
+        # A run that is finished compiles nothing any more.
+        from murmuration.train.engines.choose import require_compiler
+
+        if config.run.compile == "blocks" and not (root / "certificate.json").exists():
+            require_compiler()
         _check_plans(config, phases, root)
     except RunError as error:
         return complain_per_machine(error)
     _run(arguments, config, phases, root)
-
-
-def _check_compiler(config: Config, root: Path) -> None:
-    """A run that is finished compiles nothing any more."""
-    from murmuration.train.engines.choose import require_compiler
-
-    if config.run.compile == "blocks" and not (root / "certificate.json").exists():
-        require_compiler()
 
 
 def _check_plans(config: Config, phases: list[ReadyPhase], root: Path) -> None:

@@ -371,9 +371,6 @@ class Phase(Section):
                 "has privacy.loss_probes, which find the learning rate while training, and a schedule that lowers it; "
                 "set schedule.shape to 'constant', or leave loss_probes out"
             )
-        return self._of_other_parts()
-
-    def _of_other_parts(self) -> str | None:
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
         return self._of_statistics() or self._of_features()

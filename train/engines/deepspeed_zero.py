@@ -117,7 +117,10 @@ class DeepSpeedEngine:
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         if isinstance(forward, PrivateForward) and self.partitioned:
             let_frameworks_see_all_records(forward.model)
-            self._announce_taps(forward)
+            # A tap uses parameters of another module, so they are registered for ZeRO-3 to gather.
+            for tap in forward.handover.taps:
+                for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
+                    deepspeed.zero.register_external_parameter(tap, parameter)
         # ZeRO-3 has no option to reduce by a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
         require_fp32(self._forward)
@@ -130,12 +133,6 @@ class DeepSpeedEngine:
             assert isinstance(optimizer, AdamW), "the config refuses that kernel for other optimizers"
             optimizer.kernel = _cpu_adam(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
-
-    def _announce_taps(self, forward: PrivateForward) -> None:
-        """A tap uses parameters of another module, so they are registered for ZeRO-3 to gather."""
-        for tap in forward.handover.taps:
-            for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
-                deepspeed.zero.register_external_parameter(tap, parameter)
 
     def _begin(self, forward: PrivateForward, micro_batch: int) -> None:
         self._turn, self._handed_over, self._unproven = 0, frozenset(self.shapes), set(self.shapes)

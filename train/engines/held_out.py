@@ -56,7 +56,10 @@ class HeldOutCount:
         self._release.add_measured(ACCURACY, slot_mean(self._right(inputs), inputs, len(asked)), asked)
         # From here on a held-out record is like an empty slot: the inputs contain nothing of it.
         gone = held.repeat_interleave(batch.rows)
-        rest = {name: torch.where(_along(gone.to(t.device), t), torch.zeros_like(t), t) for name, t in inputs.items()}
+        rest = {
+            name: torch.where(gone.to(t.device).view(-1, *[1] * (t.dim() - 1)), torch.zeros_like(t), t)
+            for name, t in inputs.items()
+        }
         return MicroBatch(rest, batch.present & ~held)
 
     @torch.no_grad()
@@ -67,7 +70,3 @@ class HeldOutCount:
 
         with evaluating(self._model):
             return isolated(self._model.right, here, rows).squeeze(1)  # pyright: ignore[reportArgumentType]
-
-
-def _along(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.view(-1, *[1] * (like.dim() - 1))

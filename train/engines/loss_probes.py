@@ -46,24 +46,21 @@ class LossProbes:
             if not self._probes(step):
                 yield from micro_batches(ids, step)
                 return
-            back, on = self._both_sides()
+            before = weights_before(self._engine, self._ranks)
+            now = dict(self._engine.model.named_parameters())
+            after = {name: (2 * now[name] - tensor).detach() for name, tensor in before.items()}
             for batch in micro_batches(ids, step):
                 if batch.inputs:  # a batch that could not be read has none
-                    self._measure(batch.to(self._engine.device), back, on)
+                    self._measure(batch.to(self._engine.device), before, after)
                 yield batch
 
         return measured
 
-    def _both_sides(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The weights before the last move, and after another one like it."""
-        before = weights_before(self._engine, self._ranks)
-        now = dict(self._engine.model.named_parameters())
-        return before, {name: (2 * now[name] - tensor).detach() for name, tensor in before.items()}
-
     @torch.no_grad()
-    def _measure(self, batch: MicroBatch, back: Mapping[str, Tensor], on: Mapping[str, Tensor]) -> None:
+    def _measure(self, batch: MicroBatch, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """With the weights before the last move, as they are, and after another move like it."""
         with evaluating(self._engine.model):
-            behind, here, ahead = (self._losses(batch, weights) for weights in (back, {}, on))
+            behind, here, ahead = (self._losses(batch, weights) for weights in (before, {}, after))
         self._release.add_measured(SLOPE, (ahead - behind) / 2, batch.present)
         self._release.add_measured(CURVATURE, ahead - 2 * here + behind, batch.present)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from murmuration.accounting.metrics import ACCURACY, SLOPE
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine
-from murmuration.train.engines.held_out import HeldOutCount, MicroBatches
+from murmuration.train.engines.held_out import HeldOutCount
 from murmuration.train.engines.loss_probes import LossProbes
 from murmuration.train.noise.metrics import MetricRelease
 
@@ -17,14 +17,3 @@ PASSES: dict[str, Callable[[Engine, MetricRelease, Ranks, Probes | None], HeldOu
     # Slope and curvature are measured together.
     SLOPE: lambda engine, release, ranks, probes: LossProbes(engine, release, ranks, probes) if probes else None,
 }
-
-
-def measuring(
-    micro_batches: MicroBatches, engine: Engine, release: MetricRelease, ranks: Ranks, probes: Probes | None
-) -> MicroBatches:  # fmt: skip
-    """The same micro-batches, with what the plan's metrics measure of them on their way. `probes`: which steps measure
-    the loss along the last move."""
-    for metric in release.planned:
-        found = PASSES[metric.name](engine, release, ranks, probes) if metric.name in PASSES else None
-        micro_batches = micro_batches if found is None else found.around(micro_batches)
-    return micro_batches

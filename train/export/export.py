@@ -26,7 +26,7 @@ from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
 from murmuration.accounting.keys import secrets_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
-from murmuration.train.export.card import UNKNOWN, require_licence, write_card
+from murmuration.train.export.card import LICENCE, UNKNOWN, write_card
 from murmuration.train.export.errors import ExportError
 from murmuration.train.export.finished import Finished
 from murmuration.train.export.forms import write_form
@@ -53,7 +53,10 @@ def export(
     claimed. The forms of other packages hold one model, of the newest weights or of their averages.
     """
     run_dir = RunDir(root)
-    require_licence(licence)
+    if not LICENCE.fullmatch(licence):
+        raise ExportError(
+            f'--licence {licence!r:.80}: name one by its short form, such as apache-2.0, or write "other"'
+        )
     if averages and form in FORMS:
         raise ExportError(
             f"--averaged chooses what timm, hf, peft, vip and dpcap hold; {form} has both, so leave it out"

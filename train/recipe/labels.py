@@ -152,7 +152,14 @@ def require_numbers(sources: Sequence[LabelSource], classes: ClassList | None, o
     """Refuses folders whose classes would get numbers that mean something else, or that private records decide."""
     for source in sources:
         if classes is not None:
-            _require_names(source, classes)
+            # In private data, records of a folder that the list lacks are bad instead, because one record must not
+            # decide whether a run starts; only a list that contains none of the folders is refused.
+            unknown = [name for name in source.index.classes if name not in classes.numbers]
+            if unknown and (not source.private or len(unknown) == len(source.index.classes)):
+                said = (
+                    "none of its class folders is" if source.private else f"the class folder {shown(unknown[0])} is not"
+                )
+                raise RecipeError(f"{source.where}: {said} on the list of data.classes; name the list that fits")
         elif source.private:
             raise RecipeError(
                 f"{source.where}: the class folders of private records must not decide which class has which number; "
@@ -171,16 +178,6 @@ def require_numbers(sources: Sequence[LabelSource], classes: ClassList | None, o
                 f"{other.where}: not the class folders of {first.where}, so different classes would share an output; "
                 "name data.classes, a list of all of them"
             )
-
-
-def _require_names(source: LabelSource, classes: ClassList) -> None:
-    """Refuses class folders that the list does not contain. In private data, the records of such a folder are bad
-    instead, because one record must not decide whether a run starts; only a list that contains none of the folders is
-    refused."""
-    unknown = [name for name in source.index.classes if name not in classes.numbers]
-    if unknown and (not source.private or len(unknown) == len(source.index.classes)):
-        said = "none of its class folders is" if source.private else f"the class folder {shown(unknown[0])} is not"
-        raise RecipeError(f"{source.where}: {said} on the list of data.classes; name the list that fits")
 
 
 def check_at_hand(config: Config, outputs: int) -> None:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from murmuration.data.decode.decode import SUFFIXES
 from murmuration.data.decode.fields import CAPTIONS
@@ -110,16 +109,13 @@ def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex 
                     f"with them; python launch/prepare.py index {part.path} --rescan counts them"
                 )
                 continue
-            _Comparison(part, names, _open_to_all(part, whole, private)).refuse()
+            log = RunLog.of(whole)
+            # Counts may be shown of all records of an index, and so only if none of them is private. Where a set is
+            # cut, the census is that of both parts.
+            cut = part.cut or bool(log.splits())
+            open_to_all = part.public and not cut and whole.folder not in private and log.protecting() is None
+            _Comparison(part, names, open_to_all).refuse()
     return notes
-
-
-def _open_to_all(part: Part, whole: ShardIndex, private: set[Path]) -> bool:
-    """Whether counts may be shown: of all records of an index, and so only if none of them is private. Where a set is
-    cut, the census is that of both parts."""
-    log = RunLog.of(whole)
-    cut = part.cut or bool(log.splits())
-    return part.public and not cut and whole.folder not in private and log.protecting() is None
 
 
 def names_at_hand(number: int, phase: Phase) -> list[str]:

@@ -63,11 +63,6 @@ def title(name: str, objective: str) -> str:
     return f"zero-shot {plain}" if name in TITLES and objective == "caption" else plain
 
 
-def public_tags(phases: Iterable[Phase]) -> dict[str, str]:
-    """What phases are called on the public board, where no tag may look like a private value: `private/loss`."""
-    return {each.name: "dp" if each.privacy else "without-dp" for each in phases if each.name == "private"}
-
-
 def picture(tag: str, sample: dict[str, str]) -> Any:
     """A PNG with its text in the tag, which is all that TensorBoard shows above a picture."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,7 +88,8 @@ class Board:
     ) -> None:
         self._main = main
         self._live, self._drawn = main and on_terminal(), False
-        self._tags = public_tags(phases)
+        # What phases are called on the public board, where no tag may look like a private value: `private/loss`.
+        self._tags = {each.name: "dp" if each.privacy else "without-dp" for each in phases if each.name == "private"}
         self._run_dir = run_dir
         self.keeps_private = private_curves
         """Whether anything computed on private records without noise is kept, apart from the lists of unusable records;
@@ -186,7 +182,10 @@ class Board:
     def say(self, text: str) -> None:
         """The console is a public sink."""
         if self._main:
-            self._end_bar()
+            # What is said next takes the place of the bar, which comes back below it.
+            if self._drawn:
+                print(ERASE, end="")
+                self._drawn = False
             print(printable_lines(text), flush=True)
 
     def progress(self, line: str, step: int, steps: int) -> None:
@@ -202,12 +201,6 @@ class Board:
         text = "  ".join([f"{'█' * filled}{'░' * (BAR - filled)} {line.strip()}", *shown])
         print(ERASE + printable_lines(text)[: shutil.get_terminal_size().columns - 1], end="", flush=True)
         self._drawn = True
-
-    def _end_bar(self) -> None:
-        """What is said next takes the place of the bar, which comes back below it."""
-        if self._drawn:
-            print(ERASE, end="")
-            self._drawn = False
 
     def close(self) -> None:
         if self._main:
