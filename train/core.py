@@ -17,8 +17,7 @@ from murmuration.accounting.keys import Derive, Purpose
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
-from murmuration.data.draw.samplers import make_sampler
-from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
+from murmuration.data.draw.samplers import SHARED_FROM, SharedSampler, make_sampler
 from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.rule import ClipRule

@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.accounting.errors import InputError
-from murmuration.contrib.overlap.hash_store import Hashes, hash_index
-from murmuration.contrib.overlap.phash import hamming
+from murmuration.contrib.overlap.hash_store import Hashes, hamming, hash_index
 from murmuration.data.index.exclusions import Exclusions
 from murmuration.data.index.open import open_index, open_units
 from murmuration.data.index.shard_index import shared_shard

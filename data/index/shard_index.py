@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from murmuration.data.decode.class_filter import ClassFilter
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.index.build import Wanted, write_index
 from murmuration.data.index.census import beside_shards
 from murmuration.data.index.format import (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from murmuration.data.pack import arrow, bitmaps, coco, listed, urls
+from murmuration.data.pack import arrow, bitmaps, coco, listed, table
 from murmuration.data.pack.coco import COCO, Coco
 from murmuration.data.pack.columns import Columns
 from murmuration.data.pack.row import Layout, PackError, inner, require
@@ -75,7 +75,7 @@ def _of_table(path: Path) -> str:
         return "coco" if key else "table"
     if kind == ".parquet":
         return "parquet"
-    return "cc3m" if kind in (".tsv", ".txt") and urls.names_urls(path) else "table"
+    return "cc3m" if kind in (".tsv", ".txt") and table.names_urls(path) else "table"
 
 
 def _any(*names: str) -> Callable[[Path], bool]:
@@ -130,14 +130,14 @@ def _cc3m(source: Source) -> Layout:
         raise PackError(
             f"{source.folder}: name the list of captions and URLs with --csv, such as Train_GCC-training.tsv"
         )
-    return urls.Tsv(source.folder, source.table)
+    return table.Tsv(source.folder, source.table)
 
 
 _OPEN: dict[str, Callable[[Source], Layout]] = {
     "table": _table,
     "coco": _coco,
     "cc3m": _cc3m,
-    "sbu": lambda source: urls.Sbu(source.folder),
+    "sbu": lambda source: table.Sbu(source.folder),
     "parquet": _parquet,
     "datasets": lambda source: arrow.open_saved(source.folder, source.split, source.columns),
     "cifar10": lambda source: bitmaps.Cifar(source.folder, bitmaps.CIFAR10, source.split_of("cifar10")),

@@ -38,7 +38,7 @@ from murmuration.accounting.ledger.chain import BudgetSpent, Ledger, LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.template import html_page, json_text

@@ -28,11 +28,11 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.metrics import PlannedMetric
 from murmuration.accounting.noise import EXACT, GRID_GROWTH, ExactGrid, fits_grid
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
-from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, facts, rewritten, whole_run
 
 GRID = 2.0**-22

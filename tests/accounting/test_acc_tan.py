@@ -12,9 +12,9 @@ from dp_accounting.pld import PLDAccountant
 
 from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.certificate import markdown, verify
+from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
-from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import begin, certified, reopen, train
 
 TARGET = PrivacyPlan(

@@ -16,8 +16,8 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 from murmuration.accounting.certificate.certificate import verify
-from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.strict_json import whole_lines
 from murmuration.accounting.unit import RECORD
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions

@@ -584,7 +584,7 @@ def test_weights_of_other_private_runs_are_told_apart_from_their_own_records(
     from safetensors.torch import save_file
 
     from murmuration.accounting.certificate.provenance import Provenance
-    from murmuration.accounting.ledger.warm_start_origin import Origin
+    from murmuration.accounting.ledger.lines import Origin
 
     index = build_folder(class_folders(tmp_path / "records", 2, colours=("red", "blue")))
     origin = Origin("clinic", "0" * 64, 8.0, 1e-6, (index.manifest_digest,))

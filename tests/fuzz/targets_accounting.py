@@ -20,7 +20,7 @@ from murmuration.accounting.ledger.chain import Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import MetricFact
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.metrics import ClippedShare
 from murmuration.accounting.strict_json import parse
 from tests.fuzz.engine import Broken, Target

@@ -23,7 +23,7 @@ from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_I
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from murmuration.accounting.certificate.certificate import compose
-from murmuration.accounting.json_lines import whole_lines
+from murmuration.accounting.strict_json import whole_lines
 from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.early_end import measured_before

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList, made_of_rows
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.open import open_index

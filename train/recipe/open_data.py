@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.draw.node_placement import on_this_node
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex

@@ -2,7 +2,7 @@
 has is refused before anything is computed; otherwise every record would be a bad one, and a run would spend its whole
 budget on noise.
 
-The index kept a census of names (data/index/kept_census.py), so no record is read for this. A refusal is public, and
+The index kept a census of names (data/index/census.py), so no record is read for this. A refusal is public, and
 the census of private records is not. So for these a refusal shows no count, names only what many records have, and
 draws the line at a hundredth of them instead of one: who sees refusals does not learn whether some single record has a
 name (docs/proof.md, "What a refusal may say").
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from murmuration.data.decode.decode import SUFFIXES
 from murmuration.data.decode.fields import CAPTIONS
-from murmuration.data.index.census import CAPTION
+from murmuration.data.index.census import CAPTION, LONGEST_NAME, Names, names_of
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.kept_census import LONGEST_NAME, Names, names_of
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from murmuration.accounting.json_lines import whole_lines
+from murmuration.accounting.strict_json import whole_lines
 from murmuration.train.storage.run_dir import RunDir, end_line, open_private
 
 

@@ -35,8 +35,7 @@ from murmuration.accounting.ledger.heads import (
     remember,
 )
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.lines import PublicUse, RecordDigests, Word
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin, PublicUse, RecordDigests, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import parse, read
 from murmuration.accounting.unit import RECORD

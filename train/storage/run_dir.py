@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from murmuration.accounting.durable import atomic, sync
-from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.keys import KeyFileError, RunKey, load, store
+from murmuration.accounting.strict_json import whole_lines
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config
