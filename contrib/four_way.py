@@ -41,7 +41,7 @@ from murmuration.train.engines.forward import PlainForward, PrivateForward
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.optim.rates import learning_rate
 from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.public.evaluation import public_loss
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, prepare

@@ -18,7 +18,6 @@ from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
 from murmuration.data.draw.samplers import SHARED_FROM, SharedSampler, make_sampler
-from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
@@ -36,13 +35,13 @@ from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
-from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.self_test.room import largest_that_fits, require_room, too_large
+from murmuration.train.self_test.probes import SyntheticRecords, largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepLedger
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Run
+from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 
 
 @dataclass(frozen=True)
@@ -203,3 +202,19 @@ class PrivateCore:
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
+
+
+def make_clip(
+    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0
+) -> ClipEngine:  # fmt: skip
+    """`compiled`: in micro-batches of so many records, blocks run as compiled code."""
+    # What is only for checking is not loaded otherwise: Opacus takes seconds.
+    if name == "reference":
+        from murmuration.train.clip.reference import ReferenceClip
+
+        return ReferenceClip(rule)
+    if name == "opacus":
+        from murmuration.train.clip.opacus import OpacusClip
+
+        return OpacusClip(rule)
+    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled)

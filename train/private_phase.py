@@ -32,7 +32,7 @@ from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.core import Computation, PrivateCore, clipping_engine
-from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
+from murmuration.train.distributed.process import forbid_dumps, keep_from_swap
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmuration.accounting.certificate.weights import AVERAGED, read_lists
 from murmuration.data.draw.micro_batch import Normalisation
@@ -18,9 +18,8 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.hugging_face import open_hugging_face
-from murmuration.evaluation.models.library import HEAD, LibraryClassifier
+from murmuration.evaluation.models.library import HEAD, LibraryClassifier, filled
 from murmuration.evaluation.models.subject import Subject, undescribed
-from murmuration.evaluation.models.timm_classifier import TimmClassifier, open_timm_classifier
 from murmuration.model.build import Objective, build
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
@@ -33,8 +32,7 @@ from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings
 from murmuration.model.warm_start import initialise_with
 from murmuration.model.weight_files import read_weights
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
-from murmuration.train.storage.best_checkpoint import best_checkpoint
-from murmuration.train.storage.checkpoint import Checkpoints
+from murmuration.train.storage.checkpoint import Checkpoints, best_checkpoint
 from murmuration.train.storage.checkpoint_read import hash_of, listed_digest
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError
 from murmuration.train.storage.run_dir import RunDir
@@ -404,3 +402,31 @@ def digest_of_model(evaluated: Evaluated) -> str:
         f"{evaluated.digest} {evaluated.objective} {evaluated.shape!r} {evaluated.pixels.mean} {evaluated.pixels.std}"
     )
     return hashlib.sha256(told.encode()).hexdigest()
+
+
+class TimmClassifier(LibraryClassifier):
+    def read_by_head(self, images: Tensor) -> Tensor:
+        return self.net.forward_head(self.net.forward_features(images), pre_logits=True)
+
+    def logits_of(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
+def open_timm_classifier(
+    net: Any, name: str, args: dict[str, Any], side: int, state: Mapping[str, Tensor]
+) -> tuple[TimmClassifier, LoadReport]:
+    """`net` as timm makes it, filled by `state`."""
+    report = LoadReport(f"timm's {name}")
+    filled(net, state, _heads(net, name), report)
+    return TimmClassifier(net, Named.of("timm", name, args), side), report
+
+
+def _heads(net: Any, name: str) -> tuple[str, ...]:
+    """Where its last layers are: a linear layer, a convolution of one pixel, a norm before either, or several."""
+    given = net.get_classifier()
+    parts = given if isinstance(given, list | tuple) else (given,)
+    wanted = {id(part) for part in parts if isinstance(part, nn.Module)}
+    found = tuple(path for path, module in net.named_modules() if id(module) in wanted)
+    if not found:
+        raise EvaluationError(f"timm's {name} has no head whose place a classifier could take; name another")
+    return found

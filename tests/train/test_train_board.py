@@ -28,8 +28,7 @@ from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.early_end import measured_before
 from murmuration.train.run.report import figure, outcomes, read_curves, write_report
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, open_private
+from murmuration.train.storage.run_dir import PublicTimes, RunDir, open_private
 from tests.support.acc_world import whole_run
 from tests.support.config_base import put
 

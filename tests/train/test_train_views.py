@@ -26,7 +26,7 @@ from murmuration.model.build import build
 from murmuration.model.drop import DROP_KEY
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.audit.replay import digests_of_slots
-from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.losses import slot_losses
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward

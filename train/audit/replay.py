@@ -71,8 +71,7 @@ from murmuration.train.run.watching import PublicRecords
 from murmuration.train.step import Make, StepSummary
 from murmuration.train.storage.certify import OF_THIS_TRAINER
 from murmuration.train.storage.checkpoint import Checkpoints, Keep
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.run_dir import PublicTimes, RunDir
 
 # The two sums are made of the same products except for one record's: beyond that, only rounding may move them.
 ROUNDING = 1e-3

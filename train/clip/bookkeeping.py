@@ -24,8 +24,7 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
-from murmuration.train.clip.losses import losses_of, uncompiled
-from murmuration.train.clip.rows import rows_of
+from murmuration.train.clip.losses import losses_of, rows_of, uncompiled
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.clip.tracker import ParameterTracker

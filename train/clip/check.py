@@ -37,8 +37,7 @@ from murmuration.accounting.escaping import first_line
 from murmuration.model.safety import zeros_filled
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import LOSS_SCALE, ClipEngine, Precision, autocast, clipped_totals
-from murmuration.train.clip.losses import losses_of
-from murmuration.train.clip.rows import of_slots
+from murmuration.train.clip.losses import losses_of, of_slots
 from murmuration.train.clip.rule import ClipError
 
 EXACT = 1e-3

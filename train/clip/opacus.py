@@ -13,7 +13,7 @@ from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 from murmuration.train.clip.engine import Clipped, Precision
-from murmuration.train.clip.rows import of_slots, slot_losses
+from murmuration.train.clip.losses import of_slots, slot_losses
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import GradientSums
 

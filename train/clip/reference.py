@@ -15,8 +15,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from murmuration.model.attention import use_fused
 from murmuration.train.clip.engine import Clipped, Precision
 from murmuration.train.clip.isolated import OneMicroBatch
+from murmuration.train.clip.losses import slot_losses
 from murmuration.train.clip.refusal import refused
-from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, groups_of, stretches
 from murmuration.train.clip.sums import GradientSums
 

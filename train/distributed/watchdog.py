@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from murmuration.accounting.errors import RESUME_ME
-from murmuration.train.distributed.pulse import Pulse, Store
-from murmuration.train.distributed.ranks import Ranks, rendezvous_store
+from murmuration.train.distributed.ranks import Pulse, Ranks, Store, rendezvous_store
 
 # Seconds between two signs of life: a dead rank is known before launchers kill the others, 30 s after SIGTERM.
 LONGEST_PERIOD = 6.0

@@ -27,13 +27,11 @@ from murmuration.accounting.keys import secrets_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 from murmuration.train.export.card import LICENCE, UNKNOWN, write_card
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.finished import Finished
+from murmuration.train.export.finished import ExportError, Finished
 from murmuration.train.export.forms import write_form
 from murmuration.train.optim.base import AVERAGE
 from murmuration.train.recipe.pixels import as_json, metadata, of_manifest
-from murmuration.train.storage.best_checkpoint import best_checkpoint
-from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded, best_checkpoint
 from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
 from murmuration.train.storage.model_note import copy_named_files, note_of
 from murmuration.train.storage.run_dir import RunDir

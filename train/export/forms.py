@@ -28,9 +28,7 @@ from murmuration.model.language_model import LanguageModel
 from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.released import CAUSAL_MASK_SIDE, to_dpcap, to_vip_mae
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.files import WEIGHTS, Loading, write_json, write_weights
-from murmuration.train.export.finished import Finished
+from murmuration.train.export.finished import WEIGHTS, ExportError, Finished, Loading, write_json, write_weights
 from murmuration.train.export.named_forms import NAMED_FORMS, write_peft
 
 PUBLISHED = "checkpoint.pth"

@@ -24,9 +24,7 @@ from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.named import TITLES, Library, Named
 from murmuration.model.named_models import named_of
 from murmuration.model.trainable import DOWN, UP
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.files import WEIGHTS, Loading, write_json, write_weights
-from murmuration.train.export.finished import Finished
+from murmuration.train.export.finished import WEIGHTS, ExportError, Finished, Loading, write_json, write_weights
 from murmuration.train.storage.checkpoint_read import listed_digest
 
 ADAPTER = "adapter_model.safetensors"

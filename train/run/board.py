@@ -24,9 +24,7 @@ from PIL import Image
 
 from murmuration.accounting.escaping import printable, printable_lines
 from murmuration.train.measures.shares import TITLES
-from murmuration.train.storage.bad_records import BadRecordList
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, end_line, measurements, open_private
+from murmuration.train.storage.run_dir import BadRecordList, PublicTimes, RunDir, end_line, measurements, open_private
 
 if TYPE_CHECKING:
     from murmuration.train.config.phase import Phase

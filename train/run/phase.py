@@ -40,7 +40,7 @@ from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
-from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.optim.rates import learning_rate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.pixels import IMAGENET, in_words
