@@ -17,6 +17,7 @@ from murmuration.accounting import template
 from murmuration.accounting.certificate.evidence import refutations, rows
 from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
+from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
 from murmuration.accounting.metrics import metric_of_dict
@@ -519,6 +520,15 @@ def _x(share: float) -> float:
 
 def _y(share: float) -> float:
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def write(certificate: dict[str, Any], run_dir: Path) -> None:
+    """Writes each file atomically and durably. JSON comes last: its presence means that all of them are there."""
+    document = json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"
+    files = pages(certificate) | {"certificate.json": document.encode("utf-8", "backslashreplace")}
+    for name, content in files.items():
+        with atomic(run_dir / name) as file:
+            file.write(content)
 
 
 if __name__ == "__main__":

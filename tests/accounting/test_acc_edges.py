@@ -19,13 +19,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from murmuration.accounting import durable, errors, keys
-from murmuration.accounting.certificate import certificate, weights
+from murmuration.accounting.certificate import pages, weights
 from murmuration.accounting.certificate.attached import lists_tensors_of
-from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.certificate.limits import BUDGET, SPENT, claimed_events
 from murmuration.accounting.certificate.signature import fault_of, public_key, signed
 from murmuration.accounting.certificate.statement import RATCHETED, deviations_of
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.errors import AccountingError
@@ -530,7 +530,7 @@ def with_checkpoint(folder: Path) -> Path:
          "sha256": weights.list_digest(tensors)}
     ]  # fmt: skip
     weights.write_lists({place.name: tensors}, folder)
-    certificate.write(signed(document, KEY), folder)
+    pages.write(signed(document, KEY), folder)
     journal.ledger.close()
     return place
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
 from tests.support.runs import final_weights
 

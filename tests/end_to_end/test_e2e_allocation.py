@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History

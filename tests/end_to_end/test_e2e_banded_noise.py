@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from murmuration.accounting.banded import BandedNoise
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.end_to_end.test_e2e_exact_noise import LAYOUTS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.noise import ExactGrid
 from tests.support.launching import Launch, committed

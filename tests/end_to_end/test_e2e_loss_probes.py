@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.train.optim.probed_rate import RELEASED
 from murmuration.train.storage.checkpoint import Checkpoints
 from tests.support.launching import Launch, committed, opened_steps

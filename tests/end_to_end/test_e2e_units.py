@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import whole_lines
 from murmuration.accounting.unit import RECORD

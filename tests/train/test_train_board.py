@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from murmuration.accounting.certificate.certificate import compose
+from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.strict_json import whole_lines
 from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace

@@ -36,7 +36,7 @@ from murmuration import (
     Settings,
     Units,
 )  # fmt: skip
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import InputError, PlanError, RunError
 from murmuration.accounting.event import Event

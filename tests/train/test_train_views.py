@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from murmuration.accounting.certificate.certificate import CertificateError, Verdict, verify
-from murmuration.accounting.certificate.certificate import write as write_certificate
+from murmuration.accounting.certificate.pages import write as write_certificate
 from murmuration.accounting.certificate.provenance import Provenance
+from murmuration.accounting.certificate.verify import CertificateError, Verdict, verify
 from murmuration.accounting.certificate.weights import AVERAGED
 from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
 from murmuration.accounting.keys import secrets_in

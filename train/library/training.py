@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.plan import PrivacyPlan, require_together
@@ -279,7 +279,7 @@ class PrivateTraining:
             return found
         return {name.removeprefix(INNER): tensor for name, tensor in found.items()}
 
-    def finish(self) -> certificate.Verdict:
+    def finish(self) -> Verdict:
         """Saves, writes the certificate, destroys the run key, and verifies it all from the ledger alone."""
         self._require_whole()
         self._save_what_is_new()

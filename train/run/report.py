@@ -10,8 +10,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import html_sections
+from murmuration.accounting.certificate import pages
+from murmuration.accounting.certificate.pages import html_sections
+from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.escaping import printable
@@ -148,7 +149,7 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
 # After the last step: public captions, the certificate, the report, all of them from the durable checkpoint.
 
 
-def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> certificate.Verdict:
+def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> Verdict:
     """On the main rank. What is shown is written with the certificate, while another one could still be signed."""
     config, run_dir, board = run.config, run.folder, run.board
     shown = samples(phases, latest)
@@ -156,7 +157,7 @@ def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> cert
 
     def publish(document: dict[str, Any]) -> None:
         write_report(run_dir, config, document, shown)
-        told = certificate.markdown(document)
+        told = pages.markdown(document)
         board.certified(told, phases[latest.position.phase].name, latest.position.step, shown)
         # The claim and what it rests on; what it means in plain words is in the files.
         board.say(told.partition("## What this means")[0])
