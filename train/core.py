@@ -214,7 +214,7 @@ def make_clip(
 
         return ReferenceClip(rule)
     if name == "opacus":
-        from murmuration.train.clip.opacus import OpacusClip
+        from murmuration.train.clip.reference import OpacusClip
 
         return OpacusClip(rule)
     return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled)

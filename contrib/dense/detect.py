@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from murmuration.accounting.durable import atomic
 from murmuration.contrib.dense import training as dense
 from murmuration.contrib.dense.coco_objects import Instance, Objects, annotations_beside, read_objects
-from murmuration.contrib.dense.pyramid import SCALES, Backbone
-from murmuration.contrib.dense.training import DenseSettings
+from murmuration.contrib.dense.training import SCALES, Backbone, DenseSettings
 from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.store.place import RecordIndex

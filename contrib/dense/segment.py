@@ -19,8 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from murmuration.contrib.dense import training as dense
-from murmuration.contrib.dense.pyramid import SCALES, Backbone
-from murmuration.contrib.dense.training import DenseSettings
+from murmuration.contrib.dense.training import SCALES, Backbone, DenseSettings
 from murmuration.data.decode.decode import MAX_PIXELS, BadRecord, parsing
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.errors import EvaluationError

@@ -16,7 +16,7 @@ from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.data.decode.fields import RIGHT
 from murmuration.data.index.folders import IMAGES, FolderIndex
 from murmuration.data.index.public_split import whole_of
-from murmuration.data.index.view import IndexView
+from murmuration.data.index.selection import IndexView
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import key_of, shown
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.durable import atomic
+from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.template import html_page
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.interval import Estimate, mean, spread
 from murmuration.evaluation.models.subject import Subject

@@ -29,7 +29,7 @@ from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.escaping import LONGEST, first_line, sentence
+from murmuration.accounting.escaping import LONGEST, first_line, html_page, json_text, sentence
 from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
@@ -41,7 +41,6 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.strict_json import read
-from murmuration.accounting.template import html_page, json_text
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
 from tests.accounting.test_acc_exact import exact_facts
 from tests.support.acc_world import (

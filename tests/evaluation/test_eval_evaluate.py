@@ -24,9 +24,9 @@ from murmuration.data.index.folders import build_folder
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import word_tokenizer
-from murmuration.evaluation.measures.caption_metrics import caption_metrics
 from murmuration.evaluation.measures.logistic import normalised
 from murmuration.evaluation.models.weights import Evaluated, features_of
+from murmuration.evaluation.protocols.caption import caption_metrics
 from murmuration.evaluation.session.answers import Answers, MicroBatchAnswers
 from murmuration.evaluation.session.compare import lines_of
 from murmuration.model.released import read_dpcap, read_vip_mae

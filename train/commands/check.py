@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from murmuration.accounting.durable import atomic
-from murmuration.accounting.escaping import printable
-from murmuration.accounting.template import html_page
+from murmuration.accounting.escaping import html_page, printable
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.census import remarks

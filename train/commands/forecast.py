@@ -10,8 +10,7 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.errors import DONE, RunError
-from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exit_codes import complain
+from murmuration.train.commands.exit_codes import add_config, complain
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.forecast import PhaseForecast

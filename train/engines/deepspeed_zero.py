@@ -40,8 +40,8 @@ from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.section import COLLECTIVE_SECONDS
-from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method

@@ -12,8 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from murmuration.accounting.escaping import printable
-from murmuration.accounting.template import markdown_page
+from murmuration.accounting.escaping import markdown_page, printable
 from murmuration.accounting.unit import noun_of
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier

@@ -16,7 +16,7 @@ from murmuration.data.text.encoder import TextEncoder, open_vocabulary
 from murmuration.model.build import Model
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
-from murmuration.model.foreign_back import hugging_face_weights, timm_weights
+from murmuration.model.foreign import hugging_face_weights, timm_weights
 from murmuration.model.foreign_config import (
     hugging_face_config,
     hugging_face_preprocessor,

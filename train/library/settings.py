@@ -12,8 +12,8 @@ from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.lines import RECORDS_AS_PUBLIC, PublicUse
 from murmuration.accounting.make_plan import steps_of
 from murmuration.accounting.plan import require_together
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.privacy import Privacy
-from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.core import Computation
 from murmuration.train.engines.choose import EngineSettings
 

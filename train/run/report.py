@@ -15,9 +15,8 @@ from murmuration.accounting.certificate.pages import html_sections
 from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import show_delta
-from murmuration.accounting.escaping import printable
+from murmuration.accounting.escaping import html_page, printable
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.template import html_page
 from murmuration.data.store.place import is_url, without_access
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
