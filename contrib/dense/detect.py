@@ -58,7 +58,11 @@ class PicturedObjects(dense.WholePictures):
         if draws is None:
             return image
         target = _target(list(filter(_is_learnt, known.objects)), height, width)
-        return _mirrored(image, target) if draws.random() < 0.5 else (image, target)
+        if draws.random() >= 0.5:
+            return image, target
+        boxes = target["boxes"].clone()
+        boxes[:, [0, 2]] = image.shape[2] - boxes[:, [2, 0]]
+        return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
 
 
 def _target(objects: list[Instance], height: int, width: int) -> dict[str, Tensor]:
@@ -79,12 +83,6 @@ def _target(objects: list[Instance], height: int, width: int) -> dict[str, Tenso
         "boxes": boxes, "labels": torch.tensor([each.category + 1 for each in objects], dtype=torch.int64),
         "masks": torch.from_numpy(shapes),
     }  # fmt: skip
-
-
-def _mirrored(image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    boxes = target["boxes"].clone()
-    boxes[:, [0, 2]] = image.shape[2] - boxes[:, [2, 0]]
-    return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
 
 
 def run(session: Session, work: Work) -> Outcome:

@@ -80,7 +80,9 @@ class View:
         """uint8 [size, size, 3]. `image` may be the whole one at 1/`shrunk`, with `margin` full pixels before it on the
         left and at the top."""
         if self.resized is not None and self.resized[0] * self.resized[1] <= MOST_RESIZED:
-            return _cut_from_resized(image, size, *self.resized)
+            wide, high, left, top = self.resized
+            whole = image.resize((wide, high), Image.Resampling.BICUBIC)
+            return np.asarray(whole.crop((left, top, left + size, top + size)))
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
         box = (left, top, min(right, image.width), min(bottom, image.height))
         whole = box == (0, 0, size, size) == (0, 0, *image.size)
@@ -91,11 +93,6 @@ class View:
         for channel in range(3):  # NumPy turns rows of three bytes five times more slowly than planes
             mirrored[..., channel] = out[:, ::-1, channel]
         return mirrored
-
-
-def _cut_from_resized(image: Image.Image, size: int, wide: int, high: int, left: int, top: int) -> np.ndarray:
-    whole = image.resize((wide, high), Image.Resampling.BICUBIC)
-    return np.asarray(whole.crop((left, top, left + size, top + size)))
 
 
 def _further(view: int) -> bytes:

@@ -111,8 +111,8 @@ def _table(source: Source) -> Layout:
 def _parquet(source: Source) -> Layout:
     if source.table is None:
         return arrow.open_parquet_folder(source.folder, source.split, source.columns)
-    file = arrow.open_parquet(source.table)
-    return arrow.Pictures([file], source.columns) if arrow.holds_pictures(file) else _table(source)
+    file = arrow.Parquet(source.table)
+    return arrow.Pictures([file], source.columns) if arrow.picture_columns(file.schema) else _table(source)
 
 
 def _coco(source: Source) -> Layout:

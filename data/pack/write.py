@@ -278,7 +278,9 @@ class _Packer:
         return done
 
     def _members(self, record: Planned, raw: bytes) -> dict[str, bytes]:
-        found = {_suffix(raw): raw}
+        # By what the file is: names of downloaded pictures often lack it, or lie.
+        suffix = next((suffix for suffix, magic in _FORMS.items() if raw.startswith(magic)), "webp")
+        found = {suffix: raw}
         fields = dict(record.fields)
         if len(record.captions) == 1:
             found["txt"] = record.captions[0].encode()
@@ -402,11 +404,6 @@ def _write_shard(
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     return faults
-
-
-def _suffix(raw: bytes) -> str:
-    """By what the file is: names of downloaded pictures often lack it, or lie."""
-    return next((suffix for suffix, magic in _FORMS.items() if raw.startswith(magic)), "webp")
 
 
 def key_of(image: str) -> str:

@@ -315,7 +315,9 @@ def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given:
     pretrained = told.get("pretrained_cfg") or theirs.pretrained_cfg or {}
     size = args.get("img_size") or pretrained.get("input_size", (3, 224, 224))
     side = size if isinstance(size, int) else size[-1]
-    model, report = open_timm_classifier(theirs, name, args, side, state)
+    report = LoadReport(f"timm's {name}")
+    filled(theirs, state, _heads(theirs, name), report)
+    model = TimmClassifier(theirs, Named.of("timm", name, args), side)
     found = _as_ours(_timm_sizes(theirs, side), state, digest, model, given.image_size)
     if found is None:
         if given.image_size not in (None, side):
@@ -410,15 +412,6 @@ class TimmClassifier(LibraryClassifier):
 
     def logits_of(self, images: Tensor) -> Tensor:
         return self.net(images)
-
-
-def open_timm_classifier(
-    net: Any, name: str, args: dict[str, Any], side: int, state: Mapping[str, Tensor]
-) -> tuple[TimmClassifier, LoadReport]:
-    """`net` as timm makes it, filled by `state`."""
-    report = LoadReport(f"timm's {name}")
-    filled(net, state, _heads(net, name), report)
-    return TimmClassifier(net, Named.of("timm", name, args), side), report
 
 
 def _heads(net: Any, name: str) -> tuple[str, ...]:
