@@ -318,7 +318,11 @@ def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given:
     report = LoadReport(f"timm's {name}")
     filled(theirs, state, _heads(theirs, name), report)
     model = TimmClassifier(theirs, Named.of("timm", name, args), side)
-    found = _as_ours(_timm_sizes(theirs, side), state, digest, model, given.image_size)
+    try:
+        sizes = _sizes_of(theirs, side)
+    except AttributeError:  # it has other parts in the places of ours
+        sizes = None
+    found = _as_ours(sizes, state, digest, model, given.image_size)
     if found is None:
         if given.image_size not in (None, side):
             model = TimmClassifier(theirs, Named.of("timm", name, args), given.image_size)
@@ -358,14 +362,6 @@ def _made_by_timm(name: str, given: dict[str, Any]) -> Any:
         return timm.create_model(name, pretrained=False, **given)
     except (RuntimeError, TypeError, ValueError) as error:
         raise EvaluationError(f"timm knows no architecture {name!r} ({error}); name another") from None
-
-
-def _timm_sizes(theirs: Any, side: int) -> dict[str, Any] | None:
-    """Sizes of what may be one of ours."""
-    try:
-        return _sizes_of(theirs, side)
-    except AttributeError:  # it has other parts in the places of ours
-        return None
 
 
 def _sizes_of(theirs: Any, side: int) -> dict[str, Any] | None:

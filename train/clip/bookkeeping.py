@@ -193,7 +193,12 @@ class BookKeepingClip:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
         with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = losses_of(model, inputs, tracker.records, tracker)
-        _refuse_unused(tracker)
+        if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            raise ClipError(
+                f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out "
+                "reentrant checkpointing"
+            )
         if not self._checked:
             _refuse_unseen(tracker, losses)
             self._checked = True
@@ -208,15 +213,6 @@ class BookKeepingClip:
 def _over_groups(norms: Tensor) -> Tensor:
     """[groups, B] -> [B]"""
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
-
-
-def _refuse_unused(tracker: ParameterTracker) -> None:
-    if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
-        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        raise ClipError(
-            f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out reentrant "
-            "checkpointing"
-        )
 
 
 def _refuse_unseen(tracker: ParameterTracker, losses: Tensor) -> None:

@@ -40,12 +40,6 @@ BAR = 20
 ERASE = "\r\x1b[2K"
 
 
-def on_terminal() -> bool:
-    """Whether somebody watches a terminal that can draw a line again. Under Slurm the output becomes a file
-    even where it looks like a terminal."""
-    return sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
-
-
 def _newer(log: Path, found: dict[str, Any]) -> dict[str, Any]:
     """The same measurements at the last step that the log has of this phase: it is written before the run's state, and
     a kill may fall between them."""
@@ -85,7 +79,10 @@ class Board:
         phases: Iterable[Phase] = (),
     ) -> None:
         self._main = main
-        self._live, self._drawn = main and on_terminal(), False
+        # A terminal that can draw a line again. Under Slurm the output becomes a file even where it looks like a
+        # terminal.
+        terminal = sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+        self._live, self._drawn = main and terminal, False
         # What phases are called on the public board, where no tag may look like a private value: `private/loss`.
         self._tags = {each.name: "dp" if each.privacy else "without-dp" for each in phases if each.name == "private"}
         self._run_dir = run_dir

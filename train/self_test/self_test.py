@@ -141,7 +141,12 @@ def _sums_are_exact(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks_p
     seconds = max(ranks.gather(_when_idle(engine) - started))
     gradients = Capture(PlainUpdate(batch=1))
     engine.update(gradients, learning_rate=0.0)
-    _all_trained(engine, gradients, ranks)
+    moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
+    reached = set().union(*ranks.gather(moved))
+    declared = set(engine.shapes)
+    if reached != declared:
+        odd = ", ".join(sorted(declared ^ reached)[:3])
+        raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
     _sum_is_the_sum(gradients, expected, ranks_per_copy, ranks)
     return seconds
 
@@ -297,15 +302,6 @@ def _streams_differ(drawn: list[Capture], ranks_per_copy: int, ranks: Ranks) -> 
     every = [head for part in first for head in part[0]]
     if len(set(every)) != len(every):
         raise SelfTestError("the same noise was drawn for different elements or steps")
-
-
-def _all_trained(engine: Engine, gradients: Capture, ranks: Ranks) -> None:
-    moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
-    reached = set().union(*ranks.gather(moved))
-    declared = set(engine.shapes)
-    if reached != declared:
-        odd = ", ".join(sorted(declared ^ reached)[:3])
-        raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
 
 
 def _sum_is_the_sum(

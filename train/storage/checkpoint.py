@@ -213,7 +213,13 @@ class Checkpoints:
             digest = pending.written
             self.ranks.on_main(lambda: mark(digest))
             return digest
-        outcomes = self.ranks.gather(_outcome(pending.piece))
+        # The piece's name and hash, or its exception, which is not raised here because the other ranks would wait. A
+        # kill is no Exception.
+        try:
+            outcome = pending.piece.result() if pending.piece is not None else None
+        except Exception as error:
+            outcome = error
+        outcomes = self.ranks.gather(outcome)
         errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         if errors:
             self.ranks.on_main(lambda: shutil.rmtree(pending.temporary, ignore_errors=True))
@@ -396,15 +402,6 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:
         save_file(tensors, str(path))
         sync(path)
         return path.name, hash_of(path)
-
-
-def _outcome(piece: Future[tuple[str, str]] | None) -> tuple[str, str] | Exception | None:
-    """The piece's name and hash, or its exception, which is not raised here because the other ranks would wait. A kill
-    is no Exception."""
-    try:
-        return piece.result() if piece is not None else None
-    except Exception as error:
-        return error
 
 
 def _durably(path: Path, content: bytes) -> None:
