@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from murmuration.accounting.keys import Derive, Purpose
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
-from murmuration.data.draw.samplers import SHARED_FROM, SharedSampler, make_sampler
+from murmuration.data.draw.poisson import Draw, DrawnInParts
+from murmuration.data.draw.samplers import make_sampler
 from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
@@ -164,13 +164,6 @@ class PrivateCore:
     def sampler(self) -> DrawnInParts:
         keys = self._derive("sampling"), self._derive("sampling-digest")
         return make_sampler(self.plan.sampling, *keys, self.plan.records)
-
-    def shared_sampler(self) -> Sampler[Draw]:
-        """The same draws; among many records, each rank draws a part. All ranks call this together."""
-        ranks = self.ranks
-        if ranks.world == 1 or self.plan.records < SHARED_FROM:
-            return self.sampler()
-        return SharedSampler(self.sampler(), ranks.rank, ranks.world, ranks.gather_apart())
 
     def step(
         self, phase: int, journal: StepLedger | None, records: Records[Draw], stop: StopRequest, *,

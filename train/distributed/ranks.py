@@ -114,7 +114,11 @@ class Ranks:
     def same_bits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all ranks have the same numbers in them: compared by sums of their bits, so it is evidence against
         accidents alone. Where some differ, at least one rank learns of it."""
-        bits = torch.stack([_sum_of_bits(tensor.detach().view(-1).view(torch.int32)) for tensor in tensors])
+        sums = []
+        for tensor in tensors:  # a part at a time, since the sum may need a wider copy
+            parts = tensor.detach().view(-1).view(torch.int32).split(SUMMED_AT_ONCE)
+            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
+        bits = torch.stack(sums)
         return torch.equal(self.add(bits.clone()), bits * self.world)
 
     def swap(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]) -> Callable[[], None]:
@@ -237,12 +241,6 @@ def results_of_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception])
         if trouble is not None:
             raise raised_on_all_ranks(trouble)
     return [result for result, _ in found]
-
-
-def _sum_of_bits(numbers: torch.Tensor) -> torch.Tensor:
-    """A part at a time, since the sum may need a wider copy."""
-    parts = [part.sum(dtype=torch.int64) for part in numbers.split(SUMMED_AT_ONCE)]
-    return torch.stack(parts).sum()
 
 
 def by_copy(of_ranks: Sequence[T], ranks_per_copy: int) -> list[Sequence[T]]:

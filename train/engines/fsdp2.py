@@ -254,7 +254,8 @@ class FSDP2Engine:
 
     def _check(self, update: Update, applied: bool) -> AppliedUpdate:
         """Checks what may be lost silently: elements, the step, the link between shards and model, finite weights."""
-        own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
+        pairs = [(local, self._trained[name]) for name, local in self._trained_rows().items()]
+        own = all(one.shape == other.shape and one.data_ptr() == other.data_ptr() for one, other in pairs)
         # Weights only: the padding behind them is memory that was never written.
         finite = all_finite(f.of(flat) for flat, parts in self._layout.values() for f in parts)
         said = [update.elements, int(applied), int(own), int(finite), int(self._copies_are_equal())]
@@ -314,8 +315,3 @@ class FSDP2Engine:
 
     def close(self) -> None:
         self.discard()
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same memory."""
-    return one.shape == other.shape and one.data_ptr() == other.data_ptr()

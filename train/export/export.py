@@ -77,7 +77,10 @@ def export(
         _holds_no_key(run_dir.key, part)
         verify(part)  # what leaves is what was certified
         if not verdict.objection:
-            _make_readable(out)
+            # What is certified is for everyone, whatever the umask of the run.
+            out.chmod(0o755)
+            for path in out.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
@@ -204,13 +207,6 @@ def _write_foreign(
     loading = write_form(form, finished, out, told)
     kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
     write_card(out, finished, loading, certificate, {} if averages else kept.public, licence)
-
-
-def _make_readable(out: Path) -> None:
-    """What is certified is for everyone, whatever the umask of the run."""
-    out.chmod(0o755)
-    for path in out.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _belongs(loaded: Loaded, certificate: dict[str, object]) -> None:

@@ -51,13 +51,12 @@ def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
         f'model = timm.create_model("{timm_architecture(model.shape)}", checkpoint_path="DIR/{WEIGHTS}",\n'
         f"    {whole}).eval()\n"
     )
-    notes = () if isinstance(model, Classifier) else (_features(model), _left_out(model, "timm"))
+    notes = ()
+    if not isinstance(model, Classifier):
+        what = "the class token" if model.shape.pooling == "class" else "the mean of the patches' tokens"
+        features = f"The model gives features: {what} after the last norm, {model.shape.encoder.width} numbers."
+        notes = (features, _left_out(model, "timm"))
     return Loading("timm", program, notes)
-
-
-def _features(model: Model) -> str:
-    what = "the class token" if model.shape.pooling == "class" else "the mean of the patches' tokens"
-    return f"The model gives features: {what} after the last norm, {model.shape.encoder.width} numbers."
 
 
 def _left_out(model: Model, package: str) -> str:

@@ -13,6 +13,7 @@ a recipe.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.make_plan import steps_of
 from murmuration.accounting.plan import PrivacyPlan, require_together
 from murmuration.train.clip.isolated import kept_of_records
 from murmuration.train.config.optimizer import Optimizer
@@ -108,7 +110,8 @@ class PrivateTraining:
         self._model = self.model if loss is None else Losses(self.model, loss)
         if isinstance(optimizer, Optimizer) and optimizer.params.noise_floor is not None:
             require_together(privacy.mechanisms | {"noise_floor"})
-        steps, batch = settings.steps_and_batch(read.n)
+        batch = float(read.n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
+        steps = settings.steps or steps_of(settings.epochs or 1, read.n, batch, privacy.sampling)
         self._rates = rates = rates_of(schedule, optimizer, steps)
         if privacy.loss_probes is not None and len({rates(step) for step in range(1, steps + 1)}) > 1:
             raise PlanError("privacy.loss_probes find the learning rate while training; give schedule= one number")

@@ -54,13 +54,6 @@ def named_lists(config: Config) -> Iterator[tuple[str, Path, ShardData | StreamD
             yield f"{where}.classes", Path(data.classes), data
 
 
-def excluding_lists(config: Config) -> Iterator[tuple[str, Path]]:
-    """The config keys that name lists of classes to leave out, with their paths."""
-    for where, _, data in _labelled_data(config):
-        if data.exclude_classes is not None:
-            yield f"{where}.exclude_classes", Path(data.exclude_classes)
-
-
 def require_public_names(classes: ClassList, path: Path, data: str, where: str, word: str) -> None:
     """Refuses a list that was made of the rows of packed records: of these `data`, or of those beside which it lies.
     `word`: how to say that its names are public."""
@@ -182,7 +175,10 @@ def require_numbers(sources: Sequence[LabelSource], classes: ClassList | None, o
 
 def check_at_hand(config: Config, outputs: int) -> None:
     """Checks as much as possible without the data or the lists that are not at hand."""
-    named = [*((where, path) for where, path, _ in named_lists(config)), *excluding_lists(config)]
+    named = [(where, path) for where, path, _ in named_lists(config)]
+    for where, _, data in _labelled_data(config):
+        if data.exclude_classes is not None:
+            named.append((f"{where}.exclude_classes", Path(data.exclude_classes)))
     if any(not path.exists() for _, path in named):
         return
     classes = class_list(config, outputs)

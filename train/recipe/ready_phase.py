@@ -220,7 +220,10 @@ def prepare(config: Config) -> list[ReadyPhase]:
         require_names(phase.number, phase.settings, phase.index_of)
     statistics = pixels.of_run(config.model, starts)
     phases = [replace(phase, pixels=statistics) for phase in phases]
-    phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be
+    for at, phase in enumerate(phases):
+        if phase.measured is not None:  # read only now that they may be
+            found = usable(phase.measured, f"phases.{phase.number}.evaluation")
+            phases[at] = replace(phase, captioned=found.captioned)
     # Nothing that is never measured may choose: no checkpoint would be the best.
     known = {name: None for phase in phases if phase.measured is not None for name in phase.measured.metrics()}
     if config.run.keep_best is not None and config.run.keep_best not in known:
@@ -241,12 +244,6 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
-
-
-def _with_usable_records(phase: ReadyPhase) -> ReadyPhase:
-    if phase.measured is None:
-        return phase
-    return replace(phase, captioned=usable(phase.measured, f"phases.{phase.number}.evaluation").captioned)
 
 
 def _uses(phases: list[ReadyPhase]) -> list[Use]:
