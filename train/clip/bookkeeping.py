@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Sized
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportP
 from torch.nn.modules import module as every_module
 
 from murmuration.train.clip.accumulator import NormAccumulator
+from murmuration.train.clip.blocks import checkpointing, repeated_blocks
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
@@ -95,13 +96,15 @@ class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
     full speed; each record's factor is reduced by what that may add. `together`: whether small layers share kernels.
     None: only on GPUs, where it pays. `compiled`: the records of the micro-batches in which the model's repeated blocks
-    run as compiled code; 0: in none."""
+    run as compiled code; 0: in none. `checkpointed`: whether the blocks run again in the backward pass."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
         round_operands: bool | None = None, together: bool | None = None, compiled: int = 0,
+        checkpointed: bool = False,
     ) -> None:  # fmt: skip
-        self._compiled = compiled
+        self._compiled, self._checkpointed = compiled, checkpointed
+        self._again: list[nn.Module] = []
         self.blocks: CompiledBlocks | None = None
         self.round_operands, self.together = round_operands, together
         self.rule, self.hold = rule, hold
@@ -137,6 +140,9 @@ class BookKeepingClip:
             from murmuration.train.clip.compiled import CompiledBlocks  # with PyTorch's compiler
 
             self.blocks = CompiledBlocks(model, self._compiled)
+        self._again = list(repeated_blocks(model)) if self._checkpointed else []
+        if self._checkpointed and not self._again:
+            raise ClipError("the model has no list of blocks that could be checkpointed; leave gradient_checkpointing out")
         self.rule.require_groups(trainable)
 
     def add_clipped(
@@ -167,8 +173,11 @@ class BookKeepingClip:
             together, defer, rows_of(inputs, len(present)),
         )  # fmt: skip
         tracker = ParameterTracker(held.parameters, len(present), present.device, accumulator.add, LAYER_RULES)
-        compiled = nullcontext() if self.blocks is None else self.blocks.running(tracker)
-        with uncompiled(), compiled:  # the backward pass as well, in which checkpointed layers run again
+        with ExitStack() as running:  # the backward pass as well, in which checkpointed layers run again
+            running.enter_context(uncompiled())
+            running.enter_context(checkpointing(self._again))
+            if self.blocks is not None:
+                running.enter_context(self.blocks.running(tracker))
             losses = self._run(model, inputs, tracker)
         with torch.no_grad():
             losses = losses.detach()

@@ -10,9 +10,11 @@ from murmuration.train.clip.rule import ClipRule
 
 
 def make_clip(
-    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0
+    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0,
+    checkpointed: bool = False,
 ) -> ClipEngine:  # fmt: skip
-    """`compiled`: in micro-batches of so many records, blocks run as compiled code."""
+    """`compiled`: in micro-batches of so many records, blocks run as compiled code. `checkpointed`: they run again in
+    the backward pass."""
     # What is only for checking is not loaded otherwise: Opacus takes seconds.
     if name == "reference":
         from murmuration.train.clip.reference import ReferenceClip
@@ -22,4 +24,4 @@ def make_clip(
         from murmuration.train.clip.opacus import OpacusClip
 
         return OpacusClip(rule)
-    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled)
+    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled, checkpointed=checkpointed)
