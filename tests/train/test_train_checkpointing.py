@@ -159,5 +159,3 @@ def test_a_training_that_computes_again_is_another_one() -> None:
     names = {Computation(gradient_checkpointing=again, compile=how).identity
              for again in (False, True) for how in ("off", "blocks")}  # fmt: skip
     assert len(names) == 4
-
-

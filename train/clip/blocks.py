@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from murmuration.train.clip.rule import ClipError
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -19,6 +21,13 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from repeated_blocks(child)
+
+
+def checkpointed_blocks(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """To be entered around each forward pass."""
+    if not (blocks := list(repeated_blocks(model))):
+        raise ClipError("the model has no list of blocks that could be checkpointed; leave gradient_checkpointing out")
+    return partial(checkpointing, blocks)
 
 
 @contextmanager

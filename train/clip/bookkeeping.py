@@ -10,8 +10,8 @@ memory than `HOLD` allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,6 @@ from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportP
 from torch.nn.modules import module as every_module
 
 from murmuration.train.clip.accumulator import NormAccumulator
-from murmuration.train.clip.blocks import checkpointing, repeated_blocks
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
@@ -104,7 +103,7 @@ class BookKeepingClip:
         checkpointed: bool = False,
     ) -> None:  # fmt: skip
         self._compiled, self._checkpointed = compiled, checkpointed
-        self._again: list[nn.Module] = []
+        self._again: Callable[[], AbstractContextManager[None]] | None = None
         self.blocks: CompiledBlocks | None = None
         self.round_operands, self.together = round_operands, together
         self.rule, self.hold = rule, hold
@@ -140,9 +139,10 @@ class BookKeepingClip:
             from murmuration.train.clip.compiled import CompiledBlocks  # with PyTorch's compiler
 
             self.blocks = CompiledBlocks(model, self._compiled)
-        self._again = list(repeated_blocks(model)) if self._checkpointed else []
-        if self._checkpointed and not self._again:
-            raise ClipError("the model has no list of blocks that could be checkpointed; leave gradient_checkpointing out")
+        if self._checkpointed:
+            from murmuration.train.clip.blocks import checkpointed_blocks
+
+            self._again = checkpointed_blocks(model)
         self.rule.require_groups(trainable)
 
     def add_clipped(
@@ -175,7 +175,8 @@ class BookKeepingClip:
         tracker = ParameterTracker(held.parameters, len(present), present.device, accumulator.add, LAYER_RULES)
         with ExitStack() as running:  # the backward pass as well, in which checkpointed layers run again
             running.enter_context(uncompiled())
-            running.enter_context(checkpointing(self._again))
+            if self._again is not None:
+                running.enter_context(self._again())
             if self.blocks is not None:
                 running.enter_context(self.blocks.running(tracker))
             losses = self._run(model, inputs, tracker)

@@ -88,7 +88,7 @@ class Run(Keeping):
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        description="For the backward pass, blocks of the model keep only their inputs and compute the rest again. That "
+        description="For the backward pass, blocks of the model keep only their inputs and compute the rest again. It "
         "saves memory with adapters, biases and long texts; with all weights of wide layers in a phase with privacy, "
         "hardly any. `murmuration plan` says how much. A step takes up to half as long again.",
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.clip.blocks import checkpointing, repeated_blocks
 from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation, Precision, autocast
 from murmuration.train.clip.rows import slot_losses
 from murmuration.train.clip.rule import ClipRule
@@ -272,8 +271,14 @@ class PlainForward(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._again = list(repeated_blocks(model)) if checkpointed else []
+        self._again: Callable[[], AbstractContextManager[None]] = nullcontext
+        if checkpointed:
+            from murmuration.train.clip.blocks import checkpointed_blocks
+
+            self._again = checkpointed_blocks(model)
         if compiled:
+            from murmuration.train.clip.blocks import repeated_blocks
+
             for block in repeated_blocks(model):
                 block.compile(dynamic=False)  # blocks of other shapes have code of their own
         self.precision: Precision = precision
@@ -282,7 +287,7 @@ class PlainForward(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], present: Tensor, rule: ClipRule | None = None) -> Tensor:
         """Nothing is clipped, whatever the rule."""
-        with autocast(self.precision, present.device), checkpointing(self._again):
+        with autocast(self.precision, present.device), self._again():
             losses = slot_losses(self.model, inputs, len(present))
         kept = torch.where(present, losses, torch.zeros_like(losses))
         self.observed = kept.detach()

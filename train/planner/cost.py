@@ -67,12 +67,13 @@ def count(
     more = SIZES[1] - SIZES[0]
     # As the last block is computed again, those of all others are there.
     books = large.books * (1 - 1 / len(blocks)) if blocks and private else 0.0
+    gradients = large.largest * (2 if blocks else 1)
     return RecordCost(
         forward_flops=(large.forward - small.forward) / more,
         step_flops=(large.forward + large.backward + large.again - small.forward - small.backward - small.again) / more,
         clipping_flops=(large.norms - small.norms) / more,
         kept_bytes=max((large.kept - small.kept) / more, books),
-        working_bytes=(2 if blocks else 1) * large.largest / SIZES[1] + large.scratch + (large.block - small.block) / more,
+        working_bytes=gradients / SIZES[1] + large.scratch + (large.block - small.block) / more,
     )
 
 
