@@ -18,7 +18,7 @@ from murmuration.train.commands import export
 from tests.support.evaluation_world import evaluate, result
 from tests.support.texts import write_texts
 from tests.train.test_train_language_model import sentences, started
-from tests.train.test_train_named_language_model import LENGTH, folder_of, page_config
+from tests.train.test_train_named_language_model import LENGTH, page_config
 
 UNEVEN = [each[: 12 + 6 * (number % 3)] for number, each in enumerate(sentences(64, 1))]
 NUMBERS = ["loss, mean over texts", "loss, mean over tokens", "perplexity"]
