@@ -20,16 +20,15 @@ from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.hugging_face import open_hugging_face
 from murmuration.evaluation.models.library import HEAD, LibraryClassifier, filled
 from murmuration.evaluation.models.subject import Subject, undescribed
-from murmuration.model.build import Objective, build
+from murmuration.model.build import Model, Objective, build
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
-from murmuration.model.language_model import LanguageModel
 from murmuration.model.load_report import LoadReport, WeightsError
-from murmuration.model.named import Named
+from murmuration.model.named import Named, reads_texts
 from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape
-from murmuration.model.warm_start import initialise_with
+from murmuration.model.warm_start import initialise_from, initialise_with
 from murmuration.model.weight_files import read_weights
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
 from murmuration.train.storage.checkpoint import Checkpoints, best_checkpoint
@@ -43,6 +42,9 @@ SAME = 1e-4
 """Share of the largest feature: far more than how sums are rounded, far less than what another activation changes."""
 Way = Literal["dpcap", "vip"]
 OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
+TEXTUAL: tuple[Objective, ...] = ("text",)
+LENGTH = 512
+"""Tokens of a text, where no training says it."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,12 @@ class Sizes:
     heads: int | None = None
     decoder_heads: int | None = None
     image_size: int | None = None
+    text_length: int | None = None
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    model: Encoder | Classifier
+    model: Model
     objective: str
     digest: str
     """SHA-256 of the file of weights, or of the checkpoint's manifest."""
@@ -102,7 +105,10 @@ def features_of(model: Evaluated, images: Tensor, way: Way) -> Tensor:
         return torch.cat([tokens[:, 1:].mean(dim=1) for tokens in body.layers(images)], dim=1)
     if isinstance(body, Captioner):
         return body.encode_images(images).mean(dim=1)
-    return body.tokens(images).mean(dim=1) if isinstance(body, Encoder) else body.features(images)
+    if isinstance(body, Encoder):
+        return body.tokens(images).mean(dim=1)
+    assert isinstance(body, Classifier), "a language model is opened for texts alone"
+    return body.features(images)
 
 
 def width_of(model: Evaluated, way: Way) -> int:
@@ -118,18 +124,20 @@ Reader = Callable[[Mapping[str, Tensor], int | None], tuple[Classifier, LoadRepo
 
 def open_model(
     subject: Subject, sizes: Sizes, pixels: NamedPixels | PixelSettings | None = None, headless: bool = False,
-    readers: Iterable[Reader] = (),
+    readers: Iterable[Reader] = (), texts: bool = False,
 ) -> Evaluated:  # fmt: skip
     """`pixels` is what --pixels says. `headless`: a classifier may lack its head, because only its body is used.
-    `readers`: of published files beside ViP's and DP-Cap's."""
+    `readers`: of published files beside ViP's and DP-Cap's. `texts`: a language model is wanted, and else none."""
     try:
-        statistics, known = _statistics(subject, pixels)
+        statistics, known = (IMAGENET, Told(IMAGENET, "")) if texts else _statistics(subject, pixels)
         state, digest, told = _state(subject)
         note = _note(subject, told)
         settings = _settings(subject, note)
         if settings is not None:
             objective = told.get("objective") or (subject.config.phases[-1].objective if subject.config else None)
-            found = _configured(subject, settings, objective, state, digest, sizes)
+            found = _configured(subject, settings, objective, state, digest, sizes, texts)
+        elif texts:
+            found = _language_model(subject, digest, sizes)
         elif subject.kind == "hugging-face":
             found = _hugging_face(subject, state, digest, sizes)
         elif subject.kind == "timm":
@@ -170,9 +178,9 @@ def open_text(subject: Subject, model: Evaluated, named: str | None) -> TextEnco
     configured = next((phase.tokenizer for phase in reversed(phases) if phase.tokenizer is not None), None)
     source = named or configured or model.tokenizer
     if source is None:
-        raise EvaluationError('a captioner writes by a tokenizer; pass --tokenizer (a file, or "clip")')
+        raise EvaluationError('texts are read by a tokenizer; pass --tokenizer (a file, or "clip")')
     try:
-        text = TextEncoder(source, shape.text_length)
+        text = TextEncoder(source, shape.text_length, shape.reads_texts and shape.named is not None)
     except TokenizerError as error:
         raise EvaluationError(f"--tokenizer: {error}") from None
     if text.vocabulary > shape.vocabulary:
@@ -244,12 +252,16 @@ def _is_certified(folder: Path, state: Mapping[str, Tensor]) -> bool:
 
 def _configured(
     subject: Subject, settings: ModelSettings, objective: str | None, state: Mapping[str, Tensor], digest: str,
-    sizes: Sizes,
+    sizes: Sizes, texts: bool,
 ) -> Evaluated:  # fmt: skip
-    if objective not in OBJECTIVES:
+    wanted = TEXTUAL if texts else OBJECTIVES
+    if objective not in wanted:
+        more = '; evaluate it by the protocol "text"' if objective == "text" else "; name others"
         raise EvaluationError(
-            f"{subject.path} was trained for {objective!r:.80}, which is none of {', '.join(OBJECTIVES)}; name others"
+            f"{subject.path} was trained for {objective!r:.80}, which is none of {', '.join(wanted)}{more}"
         )
+    if sizes.text_length is not None:
+        settings = settings.model_copy(update={"text_length": sizes.text_length})
     if sizes.image_size is not None:
         settings = settings.model_copy(update={"image_size": sizes.image_size})
     ours = {"what": subject.kind} if subject.kind in OURS else None
@@ -261,7 +273,6 @@ def _filled(
     note: Mapping[str, Any] | None = None,
 ) -> Evaluated:  # fmt: skip
     model = build(settings, objective)
-    assert not isinstance(model, LanguageModel), "an objective that is not among ours to evaluate"
     return Evaluated(model, objective, digest, initialise_with(model, state, note, take_head=True))
 
 
@@ -282,6 +293,20 @@ def _published(
         f"{subject.path} is no published file that can be read here, such as ViP's and DP-Cap's, and no config.json "
         "lies beside it; pass --config with the model"
     )
+
+
+def _language_model(subject: Subject, digest: str, sizes: Sizes) -> Evaluated:
+    """Of a folder of transformers."""
+    if subject.kind != "hugging-face" or not reads_texts(subject.note):
+        raise EvaluationError(
+            f"{subject.path} is no language model; name a run or an export of one, or a folder of transformers"
+        )
+    positions = subject.note.get("max_position_embeddings", subject.note.get("n_positions"))
+    most = positions if isinstance(positions, int) else LENGTH
+    given = {"family": "hf", "name": str(subject.path), "text_length": sizes.text_length or min(most, LENGTH)}
+    model = build(ModelSettings.model_validate(given), "text")
+    beside = str(subject.path) if (subject.path / "tokenizer.json").is_file() else None
+    return Evaluated(model, "text", digest, initialise_from(model, subject.path), tokenizer=beside)
 
 
 def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:
