@@ -58,7 +58,24 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="account.py", description="Recompute, plan, check and explain epsilon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _epsilon_options(commands.add_parser("epsilon", help="epsilon of sampled Gaussian steps"))
+    command = commands.add_parser("epsilon", help="epsilon of sampled Gaussian steps")
+    _common(command)
+    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
+    command.add_argument("--steps", type=int, required=True)
+    command.add_argument("--sigma", type=float, required=True, help="noise multiplier, std / C")
+    command.add_argument(
+        "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
+    )
+    command.add_argument("--cap", type=int, help="most records per step; records drawn beyond it are dropped at random")
+    _draws_options(command, "shuffled")
+    command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
+    command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
+    command.add_argument(
+        "--best-of", metavar="RUNS[,SHAPE]",
+        help="also the epsilon of publishing the best of a random number of such runs: their mean, and the shape of "
+        "its distribution (0 logarithmic, 1 geometric (default), poisson, or fixed for exactly that many)",
+    )  # fmt: skip
+    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (in a torch process)")
     _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
     _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
     _compare_options(commands.add_parser("compare", help="independent against correlated noise, and allocation"))
@@ -88,26 +105,6 @@ def _draws_options(command: argparse.ArgumentParser, *more: str) -> None:
         "--bands", type=int, default=1, metavar="B",
         help="correlated noise of so many bands (privacy.noise), for which records take turns; 1: independent",
     )  # fmt: skip
-
-
-def _epsilon_options(command: argparse.ArgumentParser) -> None:
-    _common(command)
-    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
-    command.add_argument("--steps", type=int, required=True)
-    command.add_argument("--sigma", type=float, required=True, help="noise multiplier, std / C")
-    command.add_argument(
-        "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
-    )
-    command.add_argument("--cap", type=int, help="most records per step; records drawn beyond it are dropped at random")
-    _draws_options(command, "shuffled")
-    command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
-    command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
-    command.add_argument(
-        "--best-of", metavar="RUNS[,SHAPE]",
-        help="also the epsilon of publishing the best of a random number of such runs: their mean, and the shape of "
-        "its distribution (0 logarithmic, 1 geometric (default), poisson, or fixed for exactly that many)",
-    )  # fmt: skip
-    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (in a torch process)")
 
 
 def _calibrate_options(command: argparse.ArgumentParser) -> None:

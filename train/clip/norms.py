@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from murmuration.train.clip import kernels
-from murmuration.train.clip.kernels import Bounds, Gram
+from murmuration.train.clip.kernels import Bounds
 from murmuration.train.clip.per_record import (
     CHUNK,
     Dense,
@@ -184,7 +184,14 @@ def _own(piece: OuterProduct, over: Tensor | None) -> Squares:
     halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
     kernel = kernels.gram(piece.right.device) if halves and piece.tokens > 1 else None
     if kernel is not None:
-        return _by_kernel(kernel, piece, over)
+        # The kernel takes sums of its first operand. Sides may be swapped: neither the norm nor its doubt changes.
+        share = product_error(cut_off(piece.rows), cut_off(piece.columns))
+        of_left, of_right = _vanishing(piece)
+        if over is piece.right:
+            bounds = Bounds(share, _added(piece), of_right, of_left)
+            return Squares(*kernel(piece.right, piece.left, KERNEL_PART, bounds, True))
+        bounds = Bounds(share, _added(piece), of_left, of_right)
+        return Squares(*kernel(piece.left, piece.right, KERNEL_PART, bounds, over is piece.left))
     right = _wide(piece.right)
     left = piece.left if piece.sparse else _wide(piece.left)
     if piece.tokens == 1:
@@ -194,17 +201,6 @@ def _own(piece: OuterProduct, over: Tensor | None) -> Squares:
     length = (left_sizes * right_sizes).clamp(min=0.0).sqrt().sum(1)
     doubt = _share(piece) * length.square() + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
     return Squares(inner, doubt + _lengthened(inner, _added(piece) * length), length)
-
-
-def _by_kernel(kernel: Gram, piece: OuterProduct, over: Tensor | None) -> Squares:
-    """The kernel takes sums of its first operand. Sides may be swapped: neither the norm nor its doubt changes."""
-    share = product_error(cut_off(piece.rows), cut_off(piece.columns))
-    of_left, of_right = _vanishing(piece)
-    if over is piece.right:
-        bounds = Bounds(share, _added(piece), of_right, of_left)
-        return Squares(*kernel(piece.right, piece.left, KERNEL_PART, bounds, True))
-    bounds = Bounds(share, _added(piece), of_left, of_right)
-    return Squares(*kernel(piece.left, piece.right, KERNEL_PART, bounds, over is piece.left))
 
 
 def chain(width: int, unit: float, part: int = PART) -> float:
