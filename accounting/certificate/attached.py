@@ -57,7 +57,7 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
     _check_weights(folder, certificate, found)
     made_from = Provenance.of(history)
     for path in sorted(folder.glob("*.safetensors")):
-        # Later runs believe a file's own word about what it was made from.
+        # Later runs believe a file's own word about what it was made from, so it is checked here.
         try:
             told = Provenance.inside(path)
         except ProvenanceError as error:

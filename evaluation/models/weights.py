@@ -31,7 +31,7 @@ from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape
 from murmuration.model.warm_start import initialise_with
 from murmuration.model.weight_files import read_weights
-from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
+from murmuration.train.recipe.pixels import IMAGENET, in_words, of_settings, of_weights, settled
 from murmuration.train.storage.checkpoint import Checkpoints, best_checkpoint
 from murmuration.train.storage.checkpoint_read import hash_of, listed_digest
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError
@@ -123,7 +123,14 @@ def open_model(
     """`pixels` is what --pixels says. `headless`: a classifier may lack its head, because only its body is used.
     `readers`: of published files beside ViP's and DP-Cap's."""
     try:
-        statistics, known = _statistics(subject, pixels)
+        given, key = of_settings(pixels), "--pixels"
+        configured = of_settings(subject.config.model.pixels) if subject.config is not None else None
+        if configured is not None:
+            if given not in (None, configured):
+                raise EvaluationError("--pixels contradicts model.pixels of the config; leave it out")
+            given, key = configured, "model.pixels"
+        told = of_weights(subject.path if subject.kind == "run" else subject.weights)
+        statistics, known = settled(given, told, key), told
         state, digest, told = _state(subject)
         note = _note(subject, told)
         settings = _settings(subject, note)
@@ -151,17 +158,6 @@ def open_model(
     if note is not None:
         found = replace(found, tokenizer=note.tokenizer, class_names=note.class_names)
     return replace(found, pixels=statistics, certified=certified)
-
-
-def _statistics(subject: Subject, pixels: NamedPixels | PixelSettings | None) -> tuple[Normalisation, Told]:
-    given, key = of_settings(pixels), "--pixels"
-    configured = of_settings(subject.config.model.pixels) if subject.config is not None else None
-    if configured is not None:
-        if given not in (None, configured):
-            raise EvaluationError("--pixels contradicts model.pixels of the config; leave it out")
-        given, key = configured, "model.pixels"
-    told = of_weights(subject.path if subject.kind == "run" else subject.weights)
-    return settled(given, told, key), told
 
 
 def open_text(subject: Subject, model: Evaluated, named: str | None) -> TextEncoder:

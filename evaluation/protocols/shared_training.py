@@ -158,7 +158,7 @@ class SharedTraining:
         if not sum(self.sharing.of_all(backward)) < math.inf:
             raise EvaluationError("the loss is not finite; lower --base-rate")
         if not self.alone:
-            # Adds up gradients of parameters that some rank used; others stay without one.
+            # Gradients of parameters that some rank used are added up; the others stay without one.
             parameters = self._parameters()
             used = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
             flat = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]

@@ -66,7 +66,17 @@ def measure(pieces: list[PerRecordGradient], lengths: bool = True, over: Tensor 
     """Measures the gradient of one parameter, which is the sum of its pieces. If `over` is an operand of the only one,
     its sum over tokens may be found as well."""
     if len(pieces) == 1 and isinstance(pieces[0], ViaStandardisation):
-        return _standardised(pieces[0], lengths)
+        piece = pieces[0]
+        square, whole = piece.by.squares(piece.row_sums())
+        scaled, length = piece.scaled(), None
+        doubt = taken(piece, whole, TOLERANCE)
+        if isinstance(scaled, OuterProduct):
+            length = _length(scaled)
+            written = 2 * (scaled.tokens + 1) * _roundoff(scaled)
+            doubt = doubt + _lengthened(square, (written + _added(scaled)) * length)
+        else:
+            doubt = doubt + _unit(scaled) * scaled.spread()
+        return Squares(square, doubt, length if lengths else None)
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces, lengths)
@@ -147,19 +157,6 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
     added = sum((_added(piece) * length for piece, length in zip(outers, own, strict=True)), torch.zeros_like(square))
     rounded = [length for piece, length in zip(outers, own, strict=True) if lengths and not piece.sparse]
     return Squares(square, doubt + _lengthened(square, written + added), _total(rounded))
-
-
-def _standardised(piece: ViaStandardisation, lengths: bool) -> Squares:
-    square, whole = piece.by.squares(piece.row_sums())
-    scaled, length = piece.scaled(), None
-    doubt = taken(piece, whole, TOLERANCE)
-    if isinstance(scaled, OuterProduct):
-        length = _length(scaled)
-        written = 2 * (scaled.tokens + 1) * _roundoff(scaled)
-        doubt = doubt + _lengthened(square, (written + _added(scaled)) * length)
-    else:
-        doubt = doubt + _unit(scaled) * scaled.spread()
-    return Squares(square, doubt, length if lengths else None)
 
 
 def _added(piece: OuterProduct) -> float:

@@ -97,7 +97,7 @@ class Meaning:
 def meaning(config: Config) -> Meaning:
     shape = resolve_shape(config)
     check_at_hand(config, shape.head.classes)
-    # Whether weights that are at hand fit the model, by the names and shapes in the header of their file.
+    # Weights that are at hand must fit the model, by the names and shapes in the header of their file.
     for number, (phase, following) in enumerate(itertools.pairwise(config.phases)):
         if not isinstance(phase.data, CheckpointData) or not following.trains:
             continue

@@ -73,7 +73,7 @@ def open_records(
     dense = data.public and data.public_fraction is None
     handling: Handling = "skipped" if dense else "absent"
     index = _open_index(data.path, f"{where}.path", handling, classes, data.reading.node_shards, left_out)
-    # Refuses a list of excluded records in which one record decided about others that the phase protects singly.
+    # In a list of excluded records, one record must not have decided about others that the phase protects singly.
     by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
     if by and by != data.by and not data.public:
         raise RecipeError(
