@@ -36,8 +36,7 @@ _HOMES = {
     "train.config.privacy": (
         "AdaptiveClip", "BandedNoise", "Clip", "ClipGroup", "LossProbes", "Privacy", "ReleasedMetric",
     ),
-    "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule"),
-    "train.config.zero_optimization": ("ZeroOptimization",),
+    "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule", "ZeroOptimization"),
     "train.core": ("Computation",),
     "train.storage.sibling_runs": ("RunLog",),
     "evaluation.models.load": ("load",),

@@ -56,6 +56,7 @@ class Computation:
     cuda_graph: Literal["auto", "off"] = field(default="auto", repr=False)
     # It shapes a release, by rounding. Left out of the text only where it is at its default (`identity`).
     compile: Literal["off", "blocks"] = field(default="off", repr=False)
+    gradient_checkpointing: bool = field(default=False, repr=False)  # likewise
 
     @staticmethod
     def of(run: Run) -> Computation:
@@ -63,13 +64,14 @@ class Computation:
         compiled = run.engine != "fsdp2" and run.clip_engine == "book-keeping"
         return Computation(
             run.clip_engine, run.clip_memory, run.precision, run.noise, run.cuda_graph,
-            run.compile if compiled else "off",
+            run.compile if compiled else "off", run.gradient_checkpointing,
         )  # fmt: skip
 
     @property
     def identity(self) -> str:
         """Of what shapes a release."""
-        return repr(self) if self.compile == "off" else f"{self!r}, {self.compile}"
+        more = [self.compile] * (self.compile != "off") + ["checkpointing"] * self.gradient_checkpointing
+        return ", ".join([repr(self), *more])
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ def clipping_engine(
     """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
     `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
     compiled = engine.micro_batch if computation.compile == "blocks" else 0
-    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled)
+    clip = make_clip(
+        computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled,
+        computation.gradient_checkpointing,
+    )  # fmt: skip
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
@@ -117,7 +122,10 @@ def largest_micro_batch(
 
 def kept_of_record(model: nn.Module, rule: ClipRule, computation: Computation, records: SyntheticRecords) -> float:
     """Bytes of activations that wait for the backward pass, for each record: what is kept of four more than of two."""
-    clip = make_clip("book-keeping", rule, computation.precision, computation.clip_memory)
+    clip = make_clip(
+        "book-keeping", rule, computation.precision, computation.clip_memory,
+        checkpointed=computation.gradient_checkpointing,
+    )  # fmt: skip
     clip.prepare(model)
     kept: list[dict[int, UntypedStorage]] = []
 
@@ -198,9 +206,11 @@ class PrivateCore:
 
 
 def make_clip(
-    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0
+    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0,
+    checkpointed: bool = False,
 ) -> ClipEngine:  # fmt: skip
-    """`compiled`: in micro-batches of so many records, blocks run as compiled code."""
+    """`compiled`: in micro-batches of so many records, blocks run as compiled code. `checkpointed`: they run again in
+    the backward pass."""
     # What is only for checking is not loaded otherwise: Opacus takes seconds.
     if name == "reference":
         from murmuration.train.clip.reference import ReferenceClip
@@ -210,4 +220,4 @@ def make_clip(
         from murmuration.train.clip.reference import OpacusClip
 
         return OpacusClip(rule)
-    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled)
+    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled, checkpointed=checkpointed)

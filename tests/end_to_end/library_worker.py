@@ -35,6 +35,10 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "Adagrad": partial(optim.Adagrad, lr=0.05, lr_decay=0.1),
 }
 
+PAIRS = [
+    (engine, name) for engine in ENGINES for name in OPTIMIZERS if name == "AdamW" or engine == "zero1"
+]  # fmt: skip
+
 
 class Whitened(optim.Optimizer):
     def __init__(self, params: Any) -> None:
@@ -83,25 +87,26 @@ def refusal(folder: Path, **changes: Any) -> str:
 
 def main() -> None:
     ranks, folder = start_ranks(), Path(sys.argv[-1])
-    # Every engine stops and goes on with AdamW, and every optimizer at ZeRO-1, which holds slices.
+    # Every engine with AdamW, and every optimizer at ZeRO-1, which holds slices; all stop and go on.
     found: dict[str, Any] = {
         f"{engine} {name}": trained(
-            folder / f"{engine}-{name}", (2, 4) if name == "AdamW" or engine == "zero1" else (4,), ranks=ranks,
-            optimizer=make, **settings,
+            folder / f"{engine}-{name}", ranks=ranks, optimizer=OPTIMIZERS[name], **ENGINES[engine]
         )
-        for engine, settings in ENGINES.items()
-        for name, make in OPTIMIZERS.items()
-    }  # fmt: skip
+        for engine, name in PAIRS
+    }
     refused = {
         engine: refusal(folder / f"{engine}-whole", ranks=ranks, optimizer=Whitened, **settings)
         for engine, settings in ENGINES.items()
     }
     apart = {
         engine: ranks.gather(
-            trained(folder / f"{engine}-apart", (4,), ranks=ranks, model=seeded(ranks), optimizer=optim.SGD, **settings)
+            trained(
+                folder / f"{engine}-apart", (1,), ranks=ranks, model=seeded(ranks), optimizer=optim.SGD,
+                **ENGINES[engine],
+            )
         )
-        for engine, settings in ENGINES.items()
-    }
+        for engine in ("zero1", "zero3", "fsdp2")
+    }  # fmt: skip
     answer(ranks, {"weights": found, "refused": refused, "apart": apart})
 
 

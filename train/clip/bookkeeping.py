@@ -10,8 +10,8 @@ memory than `HOLD` allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -94,13 +94,15 @@ class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
     full speed; each record's factor is reduced by what that may add. `together`: whether small layers share kernels.
     None: only on GPUs, where it pays. `compiled`: the records of the micro-batches in which the model's repeated blocks
-    run as compiled code; 0: in none."""
+    run as compiled code; 0: in none. `checkpointed`: whether the blocks run again in the backward pass."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
         round_operands: bool | None = None, together: bool | None = None, compiled: int = 0,
+        checkpointed: bool = False,
     ) -> None:  # fmt: skip
-        self._compiled = compiled
+        self._compiled, self._checkpointed = compiled, checkpointed
+        self._again: Callable[[], AbstractContextManager[None]] | None = None
         self.blocks: CompiledBlocks | None = None
         self.round_operands, self.together = round_operands, together
         self.rule, self.hold = rule, hold
@@ -141,6 +143,10 @@ class BookKeepingClip:
             from murmuration.train.clip.compiled import CompiledBlocks  # with PyTorch's compiler
 
             self.blocks = CompiledBlocks(model, self._compiled)
+        if self._checkpointed:
+            from murmuration.train.clip.blocks import checkpointed_blocks
+
+            self._again = checkpointed_blocks(model)
         self.rule.require_groups(trainable)
 
     def add_clipped(
@@ -171,8 +177,12 @@ class BookKeepingClip:
             together, defer, rows_of(inputs, len(present)),
         )  # fmt: skip
         tracker = ParameterTracker(held.parameters, len(present), present.device, accumulator.add, LAYER_RULES)
-        compiled = nullcontext() if self.blocks is None else self.blocks.running(tracker)
-        with uncompiled(), compiled:  # the backward pass as well, in which checkpointed layers run again
+        with ExitStack() as running:  # the backward pass as well, in which checkpointed layers run again
+            running.enter_context(uncompiled())
+            if self._again is not None:
+                running.enter_context(self._again())
+            if self.blocks is not None:
+                running.enter_context(self.blocks.running(tracker))
             losses = self._run(model, inputs, tracker)
         with torch.no_grad():
             losses = losses.detach()

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from murmuration.data.draw.micro_batch import MicroBatch
-from murmuration.train.clip.compiled import repeated_blocks
+from murmuration.train.clip.blocks import repeated_blocks
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule

@@ -170,7 +170,8 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
     select_trained(model, phase)
     example = synthetic_batch(shape, phase.objective, 1, 0).inputs
     inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
-    return count(model, inputs, config.run.precision, phase.rows_of_a_slot), weights_of(model, phase)
+    again, private = config.run.gradient_checkpointing, phase.privacy is not None
+    return count(model, inputs, config.run.precision, phase.rows_of_a_slot, again, private), weights_of(model, phase)
 
 
 # What to change where a phase does not fit a cluster, or wastes its time there.

@@ -128,7 +128,9 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         held_out = held_out_features(run, phase, model)
         engine = make_engine(
             EngineSettings.of(config),
-            PlainForward(model, config.run.precision, compiled=config.run.compile == "blocks"),
+            PlainForward(
+                model, config.run.precision, config.run.compile == "blocks", config.run.gradient_checkpointing
+            ),
             make_optimizer(settings.optimizer, model.named_parameters(), 0.0),
             ranks,
         )  # fmt: skip
