@@ -151,8 +151,8 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
     for holder in (raw, *arms):
         if isinstance(holder.get("config"), str):
             holder["config"] = str(folder / holder["config"])
-        at = holder.get("at") if isinstance(holder.get("at"), dict) else {}
-        for changed in (holder.get("set"), *at.values()):
+        at = holder.get("at")
+        for changed in (holder.get("set"), *(at.values() if isinstance(at, dict) else ())):
             for key, value in list(changed.items()) if isinstance(changed, dict) else []:
                 last = key.rpartition(".")[2]
                 if last in PATH_KEYS and is_local(last, value):
