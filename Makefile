@@ -1,6 +1,6 @@
 # make setup | demo | test | test-full | test-slow | test-kernels | test-oldest | test-times | fuzz | mutate | lint.
 # Each creates .venv if it is missing; nothing need be set up before.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(CURDIR)/.venv/bin
 # The demo trains in one process per GPU; without GPUs two share the processor. On a single core it is one plain process,

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 import pytest
 
 from murmuration.accounting.certificate import pages
-from murmuration.accounting.certificate.certificate import html_page, markdown
 from murmuration.accounting.certificate.explain import (
     BARS,
     Attacks,
@@ -23,7 +22,7 @@ from murmuration.accounting.certificate.explain import (
     strength,
     up_to_three,
 )
-from murmuration.accounting.certificate.pages import percent_of, registry_entry, trade_off_svg
+from murmuration.accounting.certificate.pages import html_page, markdown, percent_of, registry_entry, trade_off_svg
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon, round_up

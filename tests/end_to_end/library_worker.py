@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import TensorDataset
 
-from murmuration.train.config.zero_optimization import ZeroOptimization
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.optim.torch_optimizer import UnfitOptimizerError

@@ -18,8 +18,7 @@ from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings, Shape
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.config.optimizer import Optimizer, OptimizerParams
-from murmuration.train.config.zero_optimization import ZeroOptimization
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ZeroOptimization
 from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.choose import EngineSettings

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, ended, environment
 from tests.support.runs import final_weights

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from tests.end_to_end.library_worker import OPTIMIZERS, PAIRS, trained
 from tests.support import forking
 from tests.support.launching import ROOT, environment, printed, run_worker

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.ledger.history import History
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment

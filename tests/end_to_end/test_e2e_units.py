@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.ledger.history import History
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions

@@ -18,8 +18,7 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums
-from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.zero_optimization import Offload, ZeroOptimization
+from murmuration.train.config.optimizer import Offload, Optimizer, ZeroOptimization
 from murmuration.train.core import ClippingEngine, Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.choose import EngineSettings
