@@ -164,7 +164,10 @@ def best_banded(bands: int, horizon: int) -> BandedNoise:
         raise PlanError(f"banded noise takes 2 to {MOST_BANDS} bands, not {bands}")
     if bands > horizon:
         raise PlanError(f"banded noise of {bands} bands needs at least as many steps and horizon, not {horizon}")
-    factor = np.linalg.inv(_lower_root(_best_gram(bands, -(-horizon // bands))))
+    gram = _best_gram(bands, -(-horizon // bands))
+    # The lower triangular M with MᵀM = gram: a Cholesky root from the last row up.
+    root = np.asarray(np.linalg.cholesky(gram[::-1, ::-1]).T[::-1, ::-1], np.float64)
+    factor = np.linalg.inv(root)
     scale = 1.0
     while True:
         scale *= 1 + MARGIN
@@ -203,8 +206,3 @@ def _best_gram(bands: int, blocks: int) -> Array:
 def _root(symmetric: Array) -> Array:
     values, vectors = np.linalg.eigh(symmetric)
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
-
-
-def _lower_root(gram: Array) -> Array:
-    """The lower triangular M with MᵀM = `gram`: a Cholesky root from the last row up."""
-    return np.asarray(np.linalg.cholesky(gram[::-1, ::-1]).T[::-1, ::-1], np.float64)

@@ -1,11 +1,13 @@
-"""A small network from scratch on real handwritten digits, by PrivateTraining and by Opacus in turn.
+"""A small network on real images, by PrivateTraining and by Opacus in turn.
 
     OMP_NUM_THREADS=1 python benchmarks/against_opacus.py --out benchmarks/results/against_opacus.json
     OMP_NUM_THREADS=1 python benchmarks/against_opacus.py --network mnist --epsilons 3
+    OMP_NUM_THREADS=1 python benchmarks/against_opacus.py --features TRAIN TEST --epsilons 1
 
 The 1,797 digits of 8 × 8 pixels come with scikit-learn; 359 are held out. Model, optimizer, rate, batch, epochs,
 clipping norm, ε and δ are the same, each run has a process of its own, and the two take turns. `mnist` is the network
-of 26,010 weights of Opacus' own MNIST example, on the same digits enlarged to 28 × 28 pixels. Seconds are those of the
+of 26,010 weights of Opacus' own MNIST example, on the same digits enlarged to 28 × 28 pixels. With `--features` it is a
+linear head on what runs of `ds_configs/studies/mehta_one_step.json` stored of CIFAR-10. Seconds are those of the
 processor once packages are imported, up to the last step: for Opacus with calibration, for ours with calibration,
 self-test, ledger, certificate and its verification. `ms a step` is the median of the steps alone, all threads together.
 `peak` is the most memory of that process.
@@ -36,18 +38,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-EPOCHS, RATE, NORM, DELTA, HELD_OUT = 20, 0.5, 1.0, 1e-4, 359
+HELD_OUT = 359
 LIBRARIES = ("murmuration", "opacus")
+
+
+Data = tuple[TensorDataset, TensorDataset]
 
 
 @dataclass(frozen=True)
 class Setting:
     network: Callable[[], nn.Module]
-    side: int
+    data: Callable[[list[Path]], Data]
+    shape: tuple[int, ...]
     batch: int
+    epochs: int = 20
+    rate: float = 0.5
+    momentum: float = 0.0
+    norm: float = 1.0
+    delta: float = 1e-4
 
 
-def digits(side: int) -> tuple[TensorDataset, TensorDataset]:
+def digits(side: int) -> Data:
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     pixels = torch.from_numpy(images).float().view(-1, 1, 8, 8)[order] / 8 - 1
@@ -57,6 +68,18 @@ def digits(side: int) -> tuple[TensorDataset, TensorDataset]:
         TensorDataset(pixels[HELD_OUT:], answers[HELD_OUT:]),
         TensorDataset(pixels[:HELD_OUT], answers[:HELD_OUT]),
     )
+
+
+def stored(folders: list[Path]) -> Data:
+    """Features and labels that runs stored of private and of held-out records."""
+    from real_heads import read
+
+    def one(folder: Path) -> TensorDataset:
+        features, labels = read(folder)
+        return TensorDataset(torch.from_numpy(features), torch.from_numpy(labels))
+
+    private, public = map(one, folders)
+    return private, public
 
 
 def network() -> nn.Module:
@@ -75,7 +98,13 @@ def of_opacus_example() -> nn.Module:
     )  # fmt: skip
 
 
-SETTINGS = {"digits": Setting(network, 8, 128), "mnist": Setting(of_opacus_example, 28, 200)}
+SETTINGS = {
+    "digits": Setting(network, lambda _: digits(8), (1, 8, 8), 128),
+    "mnist": Setting(of_opacus_example, lambda _: digits(28), (1, 28, 28), 200),
+    "head": Setting(
+        lambda: nn.Linear(1280, 10), stored, (1280,), 5000, epochs=10, rate=0.4, momentum=0.9, norm=4.3, delta=1e-5
+    ),
+}
 
 
 class Clock:
@@ -94,19 +123,19 @@ def by_opacus(setting: Setting, private: TensorDataset, epsilon: float, clock: C
     from opacus import PrivacyEngine
 
     model = setting.network()
-    optimizer = optim.SGD(model.parameters(), lr=RATE)
+    optimizer = optim.SGD(model.parameters(), lr=setting.rate, momentum=setting.momentum)
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model, optimizer=optimizer, data_loader=DataLoader(private, batch_size=setting.batch),
-        target_epsilon=epsilon, target_delta=DELTA, epochs=EPOCHS, max_grad_norm=NORM,
+        target_epsilon=epsilon, target_delta=setting.delta, epochs=setting.epochs, max_grad_norm=setting.norm,
     )  # fmt: skip
-    for _ in range(EPOCHS):
+    for _ in range(setting.epochs):
         for images, labels in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
             clock.step()
-    return model, engine.get_epsilon(DELTA)
+    return model, engine.get_epsilon(setting.delta)
 
 
 def by_us(setting: Setting, private: TensorDataset, epsilon: float, clock: Clock) -> tuple[nn.Module, float]:
@@ -115,15 +144,16 @@ def by_us(setting: Setting, private: TensorDataset, epsilon: float, clock: Clock
     with tempfile.TemporaryDirectory() as folder:
         settings = murmuration.Settings(
             privacy=murmuration.Privacy(
-                epsilon=epsilon, delta=DELTA, expected_batch=setting.batch, clip=murmuration.Clip(norm=NORM)
+                epsilon=epsilon, delta=setting.delta, expected_batch=setting.batch,
+                clip=murmuration.Clip(norm=setting.norm),
             ),
-            epochs=EPOCHS, dataset="digits of scikit-learn", run_dir=f"{folder}/run", log_every=10**6,
+            epochs=setting.epochs, dataset="public images", run_dir=f"{folder}/run", log_every=10**6,
         )  # fmt: skip
         with murmuration.PrivateTraining(
             setting.network, private, settings,
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-            optimizer=partial(optim.SGD, lr=RATE),
-            example=(torch.zeros(1, setting.side, setting.side), torch.tensor(0)),
+            optimizer=partial(optim.SGD, lr=setting.rate, momentum=setting.momentum),
+            example=(torch.zeros(setting.shape), torch.tensor(0)),
         ) as training:  # fmt: skip
             for _ in training:
                 clock.step()
@@ -135,12 +165,12 @@ TRAINED: dict[str, Callable[[Setting, TensorDataset, float, Clock], tuple[nn.Mod
 }  # fmt: skip
 
 
-def run(library: str, name: str, epsilon: float, seed: int) -> dict[str, Any]:
+def run(library: str, name: str, epsilon: float, seed: int, folders: list[Path]) -> dict[str, Any]:
     import_module("opacus"), import_module("murmuration.train.library.training")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     setting = SETTINGS[name]
-    private, public = digits(setting.side)
+    private, public = setting.data(folders)
     begun, clock = time.process_time(), Clock()
     model, spent = TRAINED[library](setting, private, epsilon, clock)
     seconds = time.process_time() - begun
@@ -156,28 +186,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 3.0, 8.0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--network", choices=SETTINGS, default="digits")
+    parser.add_argument("--network", choices=("digits", "mnist"), default="digits")
+    parser.add_argument("--features", nargs=2, type=Path, metavar=("TRAIN", "TEST"), default=[])
     parser.add_argument("--run", nargs=3, metavar=("LIBRARY", "EPSILON", "SEED"), help="one run, as JSON")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    name, folders = "head" if given.features else given.network, given.features
     if given.run:
-        print(json.dumps(run(given.run[0], given.network, float(given.run[1]), int(given.run[2]))))
+        print(json.dumps(run(given.run[0], name, float(given.run[1]), int(given.run[2]), folders)))
         return
     found: list[dict[str, Any]] = []
     for seed in range(given.seeds):
         for epsilon in given.epsilons:
             for library in LIBRARIES:
-                asked = [
-                    sys.executable,
-                    __file__,
-                    "--network",
-                    given.network,
-                    "--run",
-                    library,
-                    str(epsilon),
-                    str(seed),
-                ]
-                done = subprocess.run(asked, check=True, capture_output=True, text=True)
+                asked = ["--network", given.network, "--run", library, str(epsilon), str(seed)]
+                asked += ["--features", *map(str, folders)] if folders else []
+                done = subprocess.run([sys.executable, __file__, *asked], check=True, capture_output=True, text=True)
                 found.append(json.loads(done.stdout.splitlines()[-1]))
     print("| ε | library | top-1 | CPU seconds | ms a step | peak, MiB |\n|---|---|---|---|---|---|")
     for epsilon in given.epsilons:

@@ -27,14 +27,7 @@ def page() -> str:
 
 def section(told: dict[str, Any], name: str) -> str:
     found = told["study"]
-    label = next(iter(found["rows"][0]["measures"]))
-    places = list(dict.fromkeys(row["place"] for row in found["rows"]))
-    arms = list(dict.fromkeys(row["arm"] for row in found["rows"]))
-    cells = {(row["arm"], row["place"]): row["measures"][label] for row in found["rows"]}
-    axis = found["axis"]["label"]
-    table = [[axis, *arms], ["---"] * (1 + len(arms))]
-    table += [[f"{place:g}", *(cell(cells.get((arm, place))) for arm in arms)] for place in places]
-    cost, runs = found["cost"], {row["runs"] for row in found["rows"]}
+    labels, runs = list(found["rows"][0]["measures"]), {row["runs"] for row in found["rows"]}
     assert not found["failed"] and not found["missing"], f"{name} is not whole"
     return f"""
 ## {found["title"]}
@@ -43,18 +36,36 @@ def section(told: dict[str, Any], name: str) -> str:
 
     {told["command"]}
 
-{label}, {" or ".join(map(str, sorted(runs)))} runs each:
+{labels[0] if found["axis"] else "Means"}, {" or ".join(map(str, sorted(runs)))} runs each:
 
-{chr(10).join("| " + " | ".join(row) + " |" for row in table)}
+{chr(10).join("| " + " | ".join(row) + " |" for row in table(found, labels))}
 
 ![{found["title"]}](../benchmarks/results/studies/{name}.png)
 
-The {cost["runs"]} private runs together cost a record ε = {cost["epsilon_together"]:.4g} at δ = \
-{cost["delta_together"]:.3g} if their settings were fixed beforehand, and {cost["epsilon_sum"]:.4g} in any case.
+{cost(found["cost"])}
 {told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
 
 {told["besides"]}
 """
+
+
+def table(found: dict[str, Any], labels: list[str]) -> list[list[str]]:
+    """By value and arm, the first measure; without an axis by arm and measure."""
+    if found["axis"] is None:
+        rows = [[row["arm"], *(cell(row["measures"][label]) for label in labels)] for row in found["rows"]]
+        return [["", *labels], ["---"] * (1 + len(labels)), *rows]
+    places = list(dict.fromkeys(row["place"] for row in found["rows"]))
+    arms = list(dict.fromkeys(row["arm"] for row in found["rows"]))
+    cells = {(row["arm"], row["place"]): row["measures"][labels[0]] for row in found["rows"]}
+    rows = [[f"{place:g}", *(cell(cells.get((arm, place))) for arm in arms)] for place in places]
+    return [[found["axis"]["label"], *arms], ["---"] * (1 + len(arms)), *rows]
+
+
+def cost(of: dict[str, Any]) -> str:
+    return (
+        f"The {of['runs']} private runs together cost a record ε = {of['epsilon_together']:.4g} at δ = "
+        f"{of['delta_together']:.3g} if their settings were fixed beforehand, and {of['epsilon_sum']:.4g} in any case."
+    )
 
 
 def cell(measure: dict[str, Any] | None) -> str:

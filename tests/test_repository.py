@@ -114,7 +114,7 @@ def test_tests_that_the_map_names_exist_in_the_group_it_says() -> None:
     "module",
     [
         "murmuration.accounting.cli.main",
-        "murmuration.accounting.certificate.certificate",
+        "murmuration.accounting.certificate.verify",
         "murmuration.accounting.ledger.journal",
         "murmuration.accounting.keys",
     ],

@@ -16,10 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from murmuration.accounting.keys import Derive, Purpose
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
+from murmuration.data.draw.poisson import Draw, DrawnInParts
 from murmuration.data.draw.samplers import make_sampler
-from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
-from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
@@ -28,7 +26,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PrivateForward
-from murmuration.train.engines.measures import measuring
+from murmuration.train.engines.measures import PASSES
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps, source_for
@@ -37,13 +35,13 @@ from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
-from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.self_test.room import largest_that_fits, require_room, too_large
+from murmuration.train.self_test.probes import SyntheticRecords, largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepLedger
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Run
+from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 
 
 @dataclass(frozen=True)
@@ -175,13 +173,6 @@ class PrivateCore:
         keys = self._derive("sampling"), self._derive("sampling-digest")
         return make_sampler(self.plan.sampling, *keys, self.plan.records)
 
-    def shared_sampler(self) -> Sampler[Draw]:
-        """The same draws; among many records, each rank draws a part. All ranks call this together."""
-        ranks = self.ranks
-        if ranks.world == 1 or self.plan.records < SHARED_FROM:
-            return self.sampler()
-        return SharedSampler(self.sampler(), ranks.rank, ranks.world, ranks.gather_apart())
-
     def step(
         self, phase: int, journal: StepLedger | None, records: Records[Draw], stop: StopRequest, *,
         stepping: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
@@ -198,7 +189,10 @@ class PrivateCore:
         metrics = norm = None
         if self.plan.metrics:
             metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, self._source.of_metric)
-            measured = measuring(records.micro_batches, self.engine, metrics, self.ranks, probes)
+            measured = records.micro_batches
+            for metric in metrics.planned:
+                found = PASSES[metric.name](self.engine, metrics, self.ranks, probes) if metric.name in PASSES else None
+                measured = measured if found is None else found.around(measured)
             records = Records(records.draw, measured)
         if self.plan.adaptive is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
@@ -209,3 +203,21 @@ class PrivateCore:
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
+
+
+def make_clip(
+    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0,
+    checkpointed: bool = False,
+) -> ClipEngine:  # fmt: skip
+    """`compiled`: in micro-batches of so many records, blocks run as compiled code. `checkpointed`: they run again in
+    the backward pass."""
+    # What is only for checking is not loaded otherwise: Opacus takes seconds.
+    if name == "reference":
+        from murmuration.train.clip.reference import ReferenceClip
+
+        return ReferenceClip(rule)
+    if name == "opacus":
+        from murmuration.train.clip.reference import OpacusClip
+
+        return OpacusClip(rule)
+    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled, checkpointed=checkpointed)

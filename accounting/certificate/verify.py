@@ -79,7 +79,9 @@ def verify(
     named = target if target.is_file() and target.suffix == ".json" else None
     certificate_path = named or run_dir / "certificate.json"
     history, entries = History.read(run_dir / "ledger.jsonl")
-    _check_heads(run_dir, witness, history, entries)
+    _require_newest(run_dir, history, entries)
+    if witness is not None:
+        _check_witness(witness, history, entries)
     checkpoints = _check_checkpoints(run_dir, entries)
     private = bool(history.plans)
     # A run whose ledger records a fault has no epsilon: this raises an error that names the step.
@@ -115,12 +117,6 @@ def verify(
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
         refuted=refuted,
     )  # fmt: skip
-
-
-def _check_heads(run_dir: Path, witness: Path | None, history: History, entries: Lines) -> None:
-    _require_newest(run_dir, history, entries)
-    if witness is not None:
-        _check_witness(witness, history, entries)
 
 
 def _require_newest(run_dir: Path, history: History, entries: Lines) -> None:

@@ -37,7 +37,7 @@ def _command(name: str) -> Command:
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     command = _command(arguments.command)
-    from murmuration.accounting.certificate.certificate import CertificateError
+    from murmuration.accounting.certificate.verify import CertificateError
 
     try:
         values, text = command(arguments)

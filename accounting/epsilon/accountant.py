@@ -83,7 +83,7 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
     if not merged:
         return 0.0
     if accountant == "rdp":
-        value = _rdp_epsilon(merged, delta)
+        value = rdp_epsilon([(dp_event(event), event.count) for event in merged], delta)
     elif (sigma := plain_sigma(merged)) is not None:
         value = gaussian_epsilon(sigma, delta)
     else:
@@ -311,10 +311,6 @@ def _capped(kind: Event) -> tuple[LossLattice, LossLattice]:
         masses = np.maximum(np.asarray(dense._probs, dtype=np.float64), 0.0)
         pair.append(LossLattice(INTERVAL, dense._lower_loss, masses, infinite=dense._infinity_mass, absolute=2.0**-52))
     return pair[0], pair[1]
-
-
-def _rdp_epsilon(events: Sequence[Event], delta: float) -> float:
-    return rdp_epsilon([(dp_event(event), event.count) for event in events], delta)
 
 
 def dp_event(event: Event) -> dp_accounting.DpEvent:

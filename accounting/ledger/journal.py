@@ -16,8 +16,7 @@ from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import FORMAT, BudgetSpent, Ledger, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin, PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
 

@@ -26,9 +26,8 @@ from murmuration.data.decode.record import TARGET, DataSpec, RecordMaker
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch, Normalisation, Pixels
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import RecordIndex
-from murmuration.data.store.stored import StoredRecords
+from murmuration.data.store.stored import RangeSource, StoredRecords
 from murmuration.data.text.encoder import TextEncoder
 
 RIGHT_CLASSES = "right_classes"

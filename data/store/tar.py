@@ -83,7 +83,8 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
     extension: _Extension | None = None  # of a member that has not come yet
     while at < size and (header := _header(read, at, size, extension, what)) is not None:
         if header.kind == b"g":
-            _check_global(read, header, what)
+            if {"path", "size"} & _pax(read(header.data, header.length), header.at, what).keys():
+                raise ShardError(f"{what}: a global header at byte {header.at} renames members; rewrite the shard")
             # It belongs to the archive, not to the member after it, as in tarfile and therefore Energon.
             start = header.end if extension is None else start
         elif header.kind in _OF_NEXT:
@@ -182,11 +183,6 @@ def _extension(read: Read, header: _Header, before: _Extension | None, what: str
     if name != _text(block):  # tarfile would read the name from the whole block
         raise ShardError(f"{what}: the name at byte {data} continues past its end; rewrite the shard")
     return _Extension(name)
-
-
-def _check_global(read: Read, header: _Header, what: str) -> None:
-    if {"path", "size"} & _pax(read(header.data, header.length), header.at, what).keys():
-        raise ShardError(f"{what}: a global header at byte {header.at} renames members; rewrite the shard")
 
 
 def _check_member(header: _Header, extension: _Extension | None, what: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmuration.accounting.certificate.weights import AVERAGED, read_lists
 from murmuration.data.draw.micro_batch import Normalisation
@@ -18,9 +18,8 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.hugging_face import open_hugging_face
-from murmuration.evaluation.models.library import HEAD, LibraryClassifier
+from murmuration.evaluation.models.library import HEAD, LibraryClassifier, filled
 from murmuration.evaluation.models.subject import Subject, undescribed
-from murmuration.evaluation.models.timm_classifier import TimmClassifier, open_timm_classifier
 from murmuration.model.build import Model, Objective, build
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
@@ -32,8 +31,7 @@ from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings
 from murmuration.model.warm_start import initialise_from, initialise_with
 from murmuration.model.weight_files import read_weights
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
-from murmuration.train.storage.best_checkpoint import best_checkpoint
-from murmuration.train.storage.checkpoint import Checkpoints
+from murmuration.train.storage.checkpoint import Checkpoints, best_checkpoint
 from murmuration.train.storage.checkpoint_read import hash_of, listed_digest
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError
 from murmuration.train.storage.run_dir import RunDir
@@ -315,7 +313,11 @@ def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, gi
     """A plain vision transformer becomes ours; anything else is computed by transformers."""
     told = subject.note
     labels = told.get("id2label") or {}
-    if _is_plain(told):
+    width = told.get("hidden_size")
+    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
+    usual = all(told.get(name, value) == value for name, value in same.items())
+    plain = told["model_type"] in ("vit", "vit_mae") and usual and told.get("intermediate_size") == 4 * (width or 0)
+    if plain:
         sizes = {
             "image_size": given.image_size or told.get("image_size"), "patch_size": told.get("patch_size"),
             "width": told["hidden_size"], "depth": told.get("num_hidden_layers"),
@@ -329,13 +331,6 @@ def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, gi
     return replace(found, class_names=names)
 
 
-def _is_plain(told: dict[str, Any]) -> bool:
-    width = told.get("hidden_size")
-    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
-    usual = all(told.get(name, value) == value for name, value in same.items())
-    return told["model_type"] in ("vit", "vit_mae") and usual and told.get("intermediate_size") == 4 * (width or 0)
-
-
 def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:
     """A plain vision transformer or BiT becomes ours; anything else is computed by timm."""
     name, args = told["architecture"], told.get("model_args") or {}
@@ -345,8 +340,14 @@ def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given:
     pretrained = told.get("pretrained_cfg") or theirs.pretrained_cfg or {}
     size = args.get("img_size") or pretrained.get("input_size", (3, 224, 224))
     side = size if isinstance(size, int) else size[-1]
-    model, report = open_timm_classifier(theirs, name, args, side, state)
-    found = _as_ours(_timm_sizes(theirs, side), state, digest, model, given.image_size)
+    report = LoadReport(f"timm's {name}")
+    filled(theirs, state, _heads(theirs, name), report)
+    model = TimmClassifier(theirs, Named.of("timm", name, args), side)
+    try:
+        sizes = _sizes_of(theirs, side)
+    except AttributeError:  # it has other parts in the places of ours
+        sizes = None
+    found = _as_ours(sizes, state, digest, model, given.image_size)
     if found is None:
         if given.image_size not in (None, side):
             model = TimmClassifier(theirs, Named.of("timm", name, args), given.image_size)
@@ -388,14 +389,6 @@ def _made_by_timm(name: str, given: dict[str, Any]) -> Any:
         raise EvaluationError(f"timm knows no architecture {name!r} ({error}); name another") from None
 
 
-def _timm_sizes(theirs: Any, side: int) -> dict[str, Any] | None:
-    """Sizes of what may be one of ours."""
-    try:
-        return _sizes_of(theirs, side)
-    except AttributeError:  # it has other parts in the places of ours
-        return None
-
-
 def _sizes_of(theirs: Any, side: int) -> dict[str, Any] | None:
     from timm.models.resnetv2 import ResNetV2
     from timm.models.vision_transformer import VisionTransformer
@@ -432,3 +425,22 @@ def digest_of_model(evaluated: Evaluated) -> str:
         f"{evaluated.digest} {evaluated.objective} {evaluated.shape!r} {evaluated.pixels.mean} {evaluated.pixels.std}"
     )
     return hashlib.sha256(told.encode()).hexdigest()
+
+
+class TimmClassifier(LibraryClassifier):
+    def read_by_head(self, images: Tensor) -> Tensor:
+        return self.net.forward_head(self.net.forward_features(images), pre_logits=True)
+
+    def logits_of(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
+def _heads(net: Any, name: str) -> tuple[str, ...]:
+    """Where its last layers are: a linear layer, a convolution of one pixel, a norm before either, or several."""
+    given = net.get_classifier()
+    parts = given if isinstance(given, list | tuple) else (given,)
+    wanted = {id(part) for part in parts if isinstance(part, nn.Module)}
+    found = tuple(path for path, module in net.named_modules() if id(module) in wanted)
+    if not found:
+        raise EvaluationError(f"timm's {name} has no head whose place a classifier could take; name another")
+    return found

@@ -13,8 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from murmuration.accounting.certificate import certificate, pages
-from murmuration.accounting.certificate.certificate import html_page, markdown
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.explain import (
     ASSUMPTION,
     BARS,
@@ -24,7 +23,7 @@ from murmuration.accounting.certificate.explain import (
     strength,
     up_to_three,
 )
-from murmuration.accounting.certificate.pages import percent_of, registry_entry, trade_off_svg
+from murmuration.accounting.certificate.pages import html_page, markdown, percent_of, registry_entry, trade_off_svg
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
@@ -196,7 +195,7 @@ def test_the_registry_entry_promises_what_the_certificate_promises(document: dic
 
 
 def test_the_file_is_json_that_people_can_read(document: dict[str, Any], tmp_path: Path) -> None:
-    certificate.write(document, tmp_path)
+    pages.write(document, tmp_path)
     text = (tmp_path / "certificate.json").read_text()
     assert json.loads(text) == json.loads(json.dumps(document)) and re.search(r'^  "run": "tiny"', text, re.MULTILINE)
     assert "q·n" in text and text.endswith("}\n")

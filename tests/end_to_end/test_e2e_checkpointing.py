@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from tests.support.launching import Launch
 from tests.support.runs import final_weights
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from tests.support.launching import TIMEOUT, Launch, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, final_weights
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from docs.tutorials.notebook import notebook
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from tests.support.evaluation_world import COLOURS, class_list, picture, tokenizer
 from tests.support.launching import ROOT, environment
 

@@ -24,9 +24,9 @@ from murmuration.data.index.folders import build_folder
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import word_tokenizer
-from murmuration.evaluation.measures.caption_metrics import caption_metrics
 from murmuration.evaluation.measures.logistic import normalised
 from murmuration.evaluation.models.weights import Evaluated, features_of
+from murmuration.evaluation.protocols.caption import caption_metrics
 from murmuration.evaluation.session.answers import Answers, MicroBatchAnswers
 from murmuration.evaluation.session.compare import lines_of
 from murmuration.model.released import read_dpcap, read_vip_mae
@@ -584,7 +584,7 @@ def test_weights_of_other_private_runs_are_told_apart_from_their_own_records(
     from safetensors.torch import save_file
 
     from murmuration.accounting.certificate.provenance import Provenance
-    from murmuration.accounting.ledger.warm_start_origin import Origin
+    from murmuration.accounting.ledger.lines import Origin
 
     index = build_folder(class_folders(tmp_path / "records", 2, colours=("red", "blue")))
     origin = Origin("clinic", "0" * 64, 8.0, 1e-6, (index.manifest_digest,))

@@ -18,9 +18,8 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.losses import uncompiled
-from murmuration.train.clip.opacus import OpacusClip
 from murmuration.train.clip.per_record import Dense, OuterProduct
-from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.reference import OpacusClip, ReferenceClip
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError
 from tests.support.clip_world import FLAT, Body, apart
 from tests.support.train_helpers import SHAPE, Toy, nano_inputs, toy_batch

@@ -36,13 +36,13 @@ from murmuration import (
     Settings,
     Units,
 )  # fmt: skip
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import InputError, PlanError, RunError
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.data.batch import dataset
+from murmuration.data.batch import function_reader
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.train.clip import compiled
 from murmuration.train.clip.rule import rounding_allowance
@@ -862,7 +862,9 @@ def test_epochs_and_every_record_are_counted_in_records_or_units(tmp_path: Path)
         assert (found.plan.records, found.plan.steps) == (10, 6)
 
 
-@pytest.mark.parametrize("module", [records, settings, start_of, rates, dataset], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [records, settings, start_of, rates, function_reader], ids=lambda module: module.__name__
+)
 def test_the_examples_of_the_docstrings_hold(module: Any) -> None:
     failed, tried = doctest.testmod(module)
     assert not failed and tried

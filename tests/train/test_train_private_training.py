@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey

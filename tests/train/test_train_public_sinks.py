@@ -22,8 +22,7 @@ from murmuration.data.index.shard_index import build
 from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.trainer import Trainer
 from murmuration.train.step import StepSummary
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.run_dir import PublicTimes, RunDir
 from murmuration.train.storage.saving import Saving
 from tests.support.train_helpers import alone
 

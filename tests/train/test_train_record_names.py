@@ -21,8 +21,8 @@ import pytest
 from PIL import Image
 
 from murmuration.data.index.build import Wanted
+from murmuration.data.index.census import CENSUS
 from murmuration.data.index.folders import build_folder
-from murmuration.data.index.kept_census import CENSUS
 from murmuration.data.index.shard_index import build
 from murmuration.launch.prepare import main
 from murmuration.train.commands.dry_run import as_text, meaning

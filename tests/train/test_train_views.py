@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
@@ -26,7 +26,7 @@ from murmuration.model.build import build
 from murmuration.model.drop import DROP_KEY
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.audit.replay import digests_of_slots
-from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.losses import slot_losses
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward

@@ -24,8 +24,7 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
-from murmuration.train.clip.losses import losses_of, uncompiled
-from murmuration.train.clip.rows import rows_of
+from murmuration.train.clip.losses import losses_of, rows_of, uncompiled
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
@@ -129,7 +128,12 @@ class BookKeepingClip:
                     f"{name or 'the model'} is scripted: what it does with records cannot be seen; "
                     "run it as an ordinary module"
                 )
-            if module._backward_hooks or module._backward_pre_hooks or global_backward_hooks():
+            if (
+                module._backward_hooks
+                or module._backward_pre_hooks
+                or every_module._global_backward_hooks
+                or every_module._global_backward_pre_hooks
+            ):
                 raise ClipError(
                     f"{name or 'the model'} has a backward hook, which is not called where records are isolated; "
                     "remove it"
@@ -199,7 +203,12 @@ class BookKeepingClip:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
         with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = losses_of(model, inputs, tracker.records, tracker)
-        _refuse_unused(tracker)
+        if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            raise ClipError(
+                f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out "
+                "reentrant checkpointing"
+            )
         if not self._checked:
             _refuse_unseen(tracker, losses)
             self._checked = True
@@ -211,22 +220,9 @@ class BookKeepingClip:
         return losses
 
 
-def global_backward_hooks() -> bool:
-    return bool(every_module._global_backward_hooks or every_module._global_backward_pre_hooks)
-
-
 def _over_groups(norms: Tensor) -> Tensor:
     """[groups, B] -> [B]"""
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
-
-
-def _refuse_unused(tracker: ParameterTracker) -> None:
-    if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
-        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        raise ClipError(
-            f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out reentrant "
-            "checkpointing"
-        )
 
 
 def _refuse_unseen(tracker: ParameterTracker, losses: Tensor) -> None:

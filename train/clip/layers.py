@@ -322,7 +322,10 @@ def convolution(
     x = _autocast(input)
     stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
     if padding == "same":
-        x = _padded(x, kernel, dilation)
+        # Padded to an output of the same size. Where padding is uneven, the longer side comes last, as in
+        # PyTorch.
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        x = F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
     padding = _each(0 if isinstance(padding, str) else padding, dims)
     geometry = Geometry(stride, padding, dilation, groups)
     if stride == kernel and groups == 1 and not any(padding) and set(dilation) == {1}:
@@ -355,12 +358,6 @@ def convolution(
 
     layer = Affine(source.value, _value(offset, bias), report)
     return tracker.on_records(lambda x: Convolution.apply(tracker.anchor, x, geometry, layer), x)
-
-
-def _padded(x: Tensor, kernel: list[int], dilation: list[int]) -> Tensor:
-    """For an output of the same size. Where padding is uneven, the longer side comes last, as in PyTorch."""
-    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    return F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
 
 
 def _by_patches(

@@ -180,7 +180,9 @@ def _length(piece: OuterProduct) -> Tensor:
 
 
 def _own(piece: OuterProduct, over: Tensor | None) -> Squares:
-    kernel = _kernel_for(piece)
+    # In half precision only: in fp32 the products take longer than the kernel saves.
+    halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
+    kernel = kernels.gram(piece.right.device) if halves and piece.tokens > 1 else None
     if kernel is not None:
         return _by_kernel(kernel, piece, over)
     right = _wide(piece.right)
@@ -243,12 +245,6 @@ def _share(piece: OuterProduct) -> float:
 
 def _roundoff(piece: PerRecordGradient) -> float:
     return torch.finfo(wide(piece.dtype)).eps / 2
-
-
-def _kernel_for(piece: OuterProduct) -> Gram | None:
-    """In half precision only: in fp32 the products take longer than the kernel saves."""
-    halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
-    return kernels.gram(piece.right.device) if halves and piece.tokens > 1 else None
 
 
 def _one_token(piece: OuterProduct, left: Tensor, right: Tensor, lengths: bool, biased: bool = False) -> Squares:

@@ -21,7 +21,7 @@ from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.phase import ONE_STEP, PLAIN_DESCENT, STATISTICS
 from murmuration.train.config.privacy import ALL
-from murmuration.train.config.refused import find_refusals, short, without_harmless
+from murmuration.train.config.refused import REFUSED, find_refusals, short
 from murmuration.train.config.root import AUTO, GIVEN, WITNESS_URLS, Config
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes", "class_names", "real"}
@@ -68,7 +68,9 @@ def load(path: Path, overrides: list[str]) -> Config:
     refused = find_refusals(raw)
     if refused:
         raise ConfigError(_one_a_line(refused))
-    raw = without_harmless(raw, {field.alias or name for name, field in Config.model_fields.items()})
+    # Drops sections that DeepSpeed knows but that are switched off (`"fp16": {"enabled": false}`).
+    ours = {field.alias or name for name, field in Config.model_fields.items()}
+    raw = {key: value for key, value in raw.items() if key in ours or key not in REFUSED}
     try:
         # As JSON and strict: "8" is not a number, 2.0 is not a count, true is not 1.
         return Config.model_validate_json(json.dumps(raw), strict=True)

@@ -76,7 +76,9 @@ class Reference:
     def _type(self, field: Node) -> str:
         if "$ref" in field:
             title = self._titles[field["$ref"].rpartition("/")[2]]
-            return f"[{title.rpartition(', ')[2]}](#{_anchor(title)})"
+            # The anchor that GitHub derives from a heading.
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            return f"[{title.rpartition(', ')[2]}](#{anchor})"
         if "const" in field or "enum" in field:
             return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
         if choices := field.get("anyOf", field.get("oneOf")):
@@ -121,11 +123,6 @@ def _default(field: Node, required: bool) -> str:
 
 def _meaning(field: Node) -> str:
     return field["description"].replace("|", "\\|")
-
-
-def _anchor(title: str) -> str:
-    """The anchor that GitHub derives from a heading."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def main() -> None:

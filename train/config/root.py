@@ -18,10 +18,10 @@ from murmuration.accounting.noise import NoiseKind
 from murmuration.model.named import LIBRARIES
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.phase import STATISTICS, Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
-from murmuration.train.config.zero_optimization import ZeroOptimization
 
 __all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroShot", "json_schema"]
 

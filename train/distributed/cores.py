@@ -51,15 +51,12 @@ def share(own: Allowance, everyone: Sequence[Allowance]) -> int:
 
 def allowance() -> Allowance:
     """What the kernel allows this process."""
-    return Allowance(_machine(), frozenset(os.sched_getaffinity(0)), cpu_quotas())
-
-
-def _machine() -> str:
-    """Identity of the machine: its containers have host names of their own but share the cores."""
+    # Identity of the machine: its containers have host names of their own but share the cores.
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
-        return socket.gethostname()
+        machine = socket.gethostname()
+    return Allowance(machine, frozenset(os.sched_getaffinity(0)), cpu_quotas())
 
 
 def cpu_quotas(root: Path = Path("/")) -> dict[Group, Fraction]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation, Precision, autocast
-from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.losses import slot_losses
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.base import evaluating

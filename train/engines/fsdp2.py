@@ -166,7 +166,11 @@ class FSDP2Engine:
         self.shapes = forward.shapes
         self.partitioned = True
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
-        _same_everywhere(forward.model, ranks)
+        # Every rank takes the main rank's weights.
+        for tensor in forward.model.state_dict().values():
+            given = tensor.detach().to(ranks.device, copy=True)
+            dist.broadcast(given, src=0)
+            tensor.copy_(given)
         before = digests_of(forward.model.state_dict())
         self._mesh = Mesh.of(ranks, shard_over)
         self._units = Units(forward.model, self._mesh.device_mesh)
@@ -250,7 +254,8 @@ class FSDP2Engine:
 
     def _check(self, update: Update, applied: bool) -> AppliedUpdate:
         """Checks what may be lost silently: elements, the step, the link between shards and model, finite weights."""
-        own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
+        pairs = [(local, self._trained[name]) for name, local in self._trained_rows().items()]
+        own = all(one.shape == other.shape and one.data_ptr() == other.data_ptr() for one, other in pairs)
         # Weights only: the padding behind them is memory that was never written.
         finite = all_finite(f.of(flat) for flat, parts in self._layout.values() for f in parts)
         said = [update.elements, int(applied), int(own), int(finite), int(self._copies_are_equal())]
@@ -310,16 +315,3 @@ class FSDP2Engine:
 
     def close(self) -> None:
         self.discard()
-
-
-def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
-    """Copies the main rank's weights to every rank."""
-    for tensor in model.state_dict().values():
-        given = tensor.detach().to(ranks.device, copy=True)
-        dist.broadcast(given, src=0)
-        tensor.copy_(given)
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same memory."""
-    return one.shape == other.shape and one.data_ptr() == other.data_ptr()

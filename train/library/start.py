@@ -92,7 +92,13 @@ def started(
 ) -> Started:  # fmt: skip
     if not callable(model):
         raise RecipeError(f"model= must be a module or a function that makes one, but is a {type(model).__name__}")
-    made = model if isinstance(model, nn.Module) else _made_alike(model, ranks)
+    made = model
+    if not isinstance(made, nn.Module):
+        # The same weights on every rank: their generators may be in different states, so the main rank draws the seed.
+        seed = ranks.on_main(lambda: int(torch.randint(2**62, ())))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made = _made(made)
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
     unknown = _unexplained(model, made)
@@ -104,14 +110,6 @@ def started(
         unknown -= _fill(made, weights)
     foreign = bool(unknown) or (weights is not None and weights.foreign)
     return Started(made, weights, use="unknown-weights" if foreign else None, unexplained=frozenset(unknown))
-
-
-def _made_alike(make: Callable[[], nn.Module], ranks: Ranks) -> nn.Module:
-    """The same weights on every rank: their generators may be in different states, so the main rank draws the seed."""
-    seed = ranks.on_main(lambda: int(torch.randint(2**62, ())))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return _made(make)
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.slot_rows import SlotRows
-from murmuration.data.decode.resize import DECODER
+from murmuration.data.decode.augment import DECODER
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.classifier import Classifier
@@ -34,8 +34,9 @@ from murmuration.train.run.context import RunContext
 from murmuration.train.step import until_unreadable
 from murmuration.train.storage.feature_store import BAD, PRESENT, FeatureFolder, FeatureRows, RowWriter, settled
 
-MOST_AT_ONCE = 128
-"""Pictures that go through the body at once: a head's micro-batch may be thousands of records, too many for it."""
+MOST_AT_ONCE = {"cpu": 4, "cuda": 128}
+"""Pictures that go through the body at once: a head's micro-batch may be thousands of records, too many for it. On a
+processor, activations of few pictures stay in its caches."""
 ENDING = (OSError, RecipeError)
 """Errors that end all ranks with one sentence: a full disk, a folder that another run is filling."""
 
@@ -145,7 +146,7 @@ def _stored(
         )
         if some:
             with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
-                at_once = min(run.config.micro_batch, MOST_AT_ONCE)
+                at_once = min(run.config.micro_batch, MOST_AT_ONCE[ranks.device.type])
 
                 def said(done: int, of: int) -> None:
                     run.board.progress(f"features {done:,} of {of:,}", done, of)
@@ -176,8 +177,11 @@ def fill(
         for batch in read(ids[rows], 0):
             if not len(batch.present):
                 return  # could not be read: the next check for a stop ends all ranks
+            images = batch.to(ranks.device).inputs["images"]
+            if ranks.device.type == "cpu":  # convolutions take 0.7 of the time
+                images = images.contiguous(memory_format=torch.channels_last)
             with evaluating(model), autocast(precision, ranks.device):
-                features = apart(model.features, batch.to(ranks.device).inputs["images"])
+                features = apart(model.features, images)
             values = features.float().cpu().numpy()
             writer.put(rows, values, batch.inputs["labels"].numpy(), batch.present.numpy())
 

@@ -35,12 +35,11 @@ from murmuration.accounting.ledger.heads import (
     remember,
 )
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.lines import PublicUse, RecordDigests, Word
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin, PublicUse, RecordDigests, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import parse, read
 from murmuration.accounting.unit import RECORD
-from murmuration.train.distributed.memory import keep_from_swap
+from murmuration.train.distributed.process import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
 from murmuration.train.storage.checkpoint_read import ledger_of
