@@ -75,7 +75,7 @@ test-rest: $(READY)
 OLDEST_KERNELS := ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem \
     NPY_DISABLE_CPU_FEATURES="X86_V3 X86_V4 AVX512_ICL AVX512_SPR"
 KERNEL_TESTS := tests/accounting/test_acc_composition.py $(addprefix tests/train/test_train_,noise.py noise_bits.py \
-    sums.py clip.py clip_norms.py clip_rule.py clip_parity_half.py engines.py step.py sensitivity.py optim.py)
+    sums.py clip_norms.py clip_rule.py clip_parity_half.py engines.py step.py sensitivity.py optim.py)
 
 test-kernels: $(READY)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OLDEST_KERNELS) $(BIN)/python -W error::ImportWarning -m pytest \

@@ -1,12 +1,14 @@
 """The heads of `ds_configs/studies/mehta_one_step.json` computed again, by NumPy and scikit-learn alone.
 
     OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --out benchmarks/results/real_heads.json
+    OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --epochs --out benchmarks/results/real_epochs.json
 
 TRAIN and TEST are the folders in which runs of the study keep the features of the private and of the held-out records.
 Nothing of the trainer runs here: the noise of a single Gaussian step is solved from its closed form, drawn by NumPy,
 and added to sums that NumPy makes. So the private numbers must be the study's, within their scatter. The last rows are
-the best heads that scikit-learn finds without noise. `--grid` prints the head in one pass for other shares of its sums
-and other ridges, by one draw of noise each.
+the best heads that scikit-learn finds without noise. `--epochs`: ten epochs in Poisson batches, as in
+`mehta_batch.json`, with the noise that dp-accounting finds. `--grid` prints the head in one pass for other shares of
+its sums and other ridges, by one draw of noise each.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 CLASSES, DELTA = 10, 1e-5
 STEPS, PEAK, MOMENTUM, NORM = 60, 0.67, 0.9, 4.3
 """As in ds_configs/studies/cifar10_descent.json."""
+EPOCHS, RATES = 10, {("momentum", 1250): 0.1, ("momentum", 5000): 0.5, ("Adam", 5000): 0.015}
+"""As in mehta_batch.json at size cifar."""
 RIDGES = (0.125, 0.25, 0.5, 1.0)
 
 
@@ -36,6 +40,7 @@ def main() -> None:
     parser.add_argument("test", type=Path)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 1.0, 8.0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", action="store_true")
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -55,6 +60,18 @@ def main() -> None:
         told = "without noise" if epsilon is None else f"ε = {epsilon:g}"
         print(f"{head:<22} {told:<14} {statistics.mean(found):.4f} ± {spread:.4f}", flush=True)
 
+    def save() -> None:
+        if given.out is not None:
+            given.out.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+    if given.epochs:
+        for (optimizer, batch), peak in RATES.items():
+            sigma = sigma_of_draws(1.0, batch / len(features), EPOCHS * len(features) // batch)
+            found = [
+                top_1(*in_batches(features, labels, optimizer, batch, peak, sigma, seed)) for seed in range(given.seeds)
+            ]
+            note(f"{optimizer}, {batch}", 1.0, found)
+        return save()
     heads: dict[str, Callable[[float, int], float]] = {
         "60 steps, momentum": lambda e, seed: top_1(*descent(features, labels, sigma_of(e), seed)),
         "one pass": lambda e, seed: top_1(one_pass(features, labels, sigma_of(e), seed)),
@@ -69,8 +86,7 @@ def main() -> None:
         note(f"ridge, {strength:g}", None, [top_1(ridge.coef_)])
     logistic = LogisticRegression(C=0.01, max_iter=1000).fit(features, labels)
     note("logistic regression", None, [top_1(logistic.coef_, logistic.intercept_)])
-    if given.out is not None:
-        given.out.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    save()
 
 
 def read(folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -103,6 +119,49 @@ def descent(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -
         total += sigma * math.sqrt(STEPS) * NORM * chance.standard_normal(weight.shape).astype(np.float32)
         move = MOMENTUM * move + total / len(features)
         weight -= PEAK * 0.5 * (1 + math.cos(math.pi * step / STEPS)) * move
+    return weight[:, :-1], weight[:, -1]
+
+
+def sigma_of_draws(epsilon: float, rate: float, steps: int) -> float:
+    """The noise multiplier of Poisson draws, by dp-accounting's privacy loss distributions."""
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    def event(sigma: float) -> dp_accounting.DpEvent:
+        draw = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+        return dp_accounting.SelfComposedDpEvent(draw, steps)
+
+    guess = dp_accounting.LowerEndpointAndGuess(0.5, 4.0)
+    found = dp_accounting.calibrate_dp_mechanism(
+        lambda: PLDAccountant(value_discretization_interval=1e-3), event, epsilon, DELTA, guess, tol=1e-3
+    )
+    return cast(float, found)
+
+
+def in_batches(
+    features: np.ndarray, labels: np.ndarray, optimizer: str, batch: int, peak: float, sigma: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax regression from zero, each record drawn with probability batch/n: momentum falls by a cosine, Adam
+    linearly."""
+    chance, inputs = np.random.default_rng(seed), np.hstack([features, np.ones((len(features), 1), np.float32)])
+    right, lengths = np.eye(CLASSES, dtype=np.float32)[labels], np.linalg.norm(inputs, axis=1)
+    steps = EPOCHS * len(features) // batch
+    weight = np.zeros((CLASSES, inputs.shape[1]), np.float32)
+    first, second = np.zeros_like(weight), np.zeros_like(weight)
+    for step in range(steps):
+        mine = np.flatnonzero(chance.random(len(features)) < batch / len(features))
+        errors = softmax(inputs[mine] @ weight.T, axis=1) - right[mine]
+        norms = np.linalg.norm(errors, axis=1) * lengths[mine]
+        errors *= np.minimum(1, NORM / np.maximum(norms, 1e-12))[:, None]
+        total = errors.T @ inputs[mine] + sigma * NORM * chance.standard_normal(weight.shape).astype(np.float32)
+        mean = total / batch
+        if optimizer == "momentum":
+            first = MOMENTUM * first + mean
+            weight -= peak * 0.5 * (1 + math.cos(math.pi * step / steps)) * first
+        else:
+            first, second = 0.9 * first + 0.1 * mean, 0.999 * second + 0.001 * mean**2
+            size = np.sqrt(second / (1 - 0.999 ** (step + 1))) + 1e-8
+            weight -= peak * (1 - step / steps) * first / (1 - 0.9 ** (step + 1)) / size
     return weight[:, :-1], weight[:, -1]
 
 

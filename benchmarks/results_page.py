@@ -1,7 +1,8 @@
 """Write docs/results.md from what studies found: `python benchmarks/results_page.py > docs/results.md`.
 
 Each file in benchmarks/results/studies is the `study.json` of a study under "study", with the commit, the command and
-the machine, and how long it took, which a study does not say itself, since private steps tell by their time.
+the machine, and how long it took, which a study does not say itself, since private steps tell by their time. The last
+section is what leaderboard.py found.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
+LEADERBOARD = ROOT / "benchmarks" / "results" / "leaderboard.json"
 HEAD = """# Results on real images
 
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
@@ -22,7 +24,8 @@ own keys and initial weights; ± is their standard deviation.
 
 
 def page() -> str:
-    return HEAD + "".join(section(json.loads(file.read_text()), file.stem) for file in sorted(STUDIES.glob("*.json")))
+    studies = [section(json.loads(file.read_text()), file.stem) for file in sorted(STUDIES.glob("*.json"))]
+    return HEAD + "".join(studies) + by_commit(json.loads(LEADERBOARD.read_text()))
 
 
 def section(told: dict[str, Any], name: str) -> str:
@@ -66,6 +69,25 @@ def cost(of: dict[str, Any]) -> str:
         f"The {of['runs']} private runs together cost a record ε = {of['epsilon_together']:.4g} at δ = "
         f"{of['delta_together']:.3g} if their settings were fixed beforehand, and {of['epsilon_sum']:.4g} in any case."
     )
+
+
+def by_commit(rows: list[dict[str, Any]]) -> str:
+    """A table of each file of results, with a column for each number that any commit has."""
+    text = """
+## By commit
+
+Each time that committed results changed (`python benchmarks/leaderboard.py`). A ratio is the time of a private
+micro-batch in that of a plain one, from the same run; records/s are those of the machine of that day.
+"""
+    for name in dict.fromkeys(row["results"] for row in rows):
+        mine = [row for row in rows if row["results"] == name]
+        keys = list(dict.fromkeys(key for row in mine for key in row["numbers"]))
+        lines = [["commit", "date", *keys], ["---"] * (2 + len(keys))]
+        for row in mine:
+            numbers = (f"{row['numbers'][key]:g}" if key in row["numbers"] else "–" for key in keys)
+            lines.append([row["commit"] or "not yet", row["date"] or "", *numbers])
+        text += f"\n`{name}`:\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return text
 
 
 def cell(measure: dict[str, Any] | None) -> str:

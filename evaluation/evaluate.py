@@ -11,7 +11,7 @@ import torch
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.models.weights import Sizes, open_model
-from murmuration.evaluation.protocols.options import Request
+from murmuration.evaluation.protocols.protocol import Request
 from murmuration.evaluation.protocols.shared_training import STATE
 from murmuration.evaluation.session.answers import FOLDER
 from murmuration.evaluation.session.features import Computing

@@ -21,7 +21,8 @@ from murmuration.accounting.errors import DONE, RESUME_ME, RunError
 from murmuration.contrib.dense.protocols import DENSE
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.subject import Subject
-from murmuration.evaluation.protocols.options import Protocol, Request, count, natural
+from murmuration.evaluation.protocols.options import count, natural
+from murmuration.evaluation.protocols.protocol import Protocol, Request
 from murmuration.evaluation.protocols.table import PROTOCOLS
 from murmuration.train.commands.exit_codes import complain_per_machine, guarded, leave
 

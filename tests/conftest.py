@@ -38,7 +38,7 @@ CORE_FILES = {
         "train/test_train_self_test.py", "train/test_train_self_test_faults.py",
     ],
     "clipping": [
-        "train/test_train_clip.py", "train/test_train_clip_rule.py", "train/test_train_clip_norms.py",
+        "train/test_train_clip_rule.py", "train/test_train_clip_norms.py",
         "train/test_train_clip_check.py", "train/test_train_clip_adaptive.py", "train/test_train_clip_refusals.py",
         "model/test_model_safety.py",
     ],

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "results.md").read_text()
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("results_page", ROOT / "benchmarks" / "results_page.py")
+def script(name: str = "results_page") -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,11 +27,21 @@ def test_the_page_is_what_the_studies_give() -> None:
     assert script().page() == PAGE, "run: python benchmarks/results_page.py > docs/results.md"
 
 
+def test_the_leaderboard_ends_with_the_results_at_hand() -> None:
+    read = script("leaderboard")
+    newest = {row["results"]: row["numbers"] for row in json.loads(read.OUT.read_text())}
+    for name in read.READ:
+        found = read.numbers_in(name, (read.RESULTS / name).read_text())
+        assert newest[name] == found, "run: python benchmarks/leaderboard.py"
+
+
 def test_numpy_and_scikit_learn_found_what_the_page_says_and_the_study_within_its_scatter() -> None:
     again = json.loads((ROOT / "benchmarks" / "results" / "real_heads.json").read_text())
     study = json.loads((ROOT / "benchmarks" / "results" / "studies" / "mehta_one_step_cifar.json").read_text())["study"]
     ours = {(row["arm"], row["place"]): row["measures"]["top-1"] for row in study["rows"]}
-    told = [float(number) for number in re.findall(r"0\.\d{3}\b", PAGE.partition("computed again")[2])]
+    told = [
+        float(number) for number in re.findall(r"0\.\d{3}\b", PAGE.partition("computed again")[2].partition("\n## ")[0])
+    ]
     for row in again:
         assert row["head"] == "ridge, 1" or any(abs(number - row["top_1"]) < 6e-4 for number in told), row
         if row["epsilon"] is not None:

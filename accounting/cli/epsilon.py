@@ -81,7 +81,15 @@ def _asked_beside(
             f"up to {round_up(fit.gap)}"
         )
     if arguments.best_of is not None:
-        tuning = _best_of(arguments.best_of)
+        runs, _, shape = arguments.best_of.partition(",")
+        try:
+            mean = float(runs)
+            number = 1.0 if shape in ("", "fixed") else math.inf if shape == "poisson" else float(shape)
+        except ValueError:
+            raise PlanError(
+                f"--best-of takes RUNS[,SHAPE], SHAPE a number, poisson or fixed, but is {arguments.best_of!r}"
+            ) from None
+        tuning = Tuning(mean, number, shape == "fixed")
         values |= {
             "best_of": tuning.as_dict(),
             "epsilon_best_of": (best := tuned_epsilon(events, delta, tuning)),
@@ -130,16 +138,6 @@ def _phase(text: str) -> Event:
         raise
     except ValueError:
         raise PlanError(f"--phase takes N,BATCH,SIGMA,STEPS, but is {text!r}") from None
-
-
-def _best_of(text: str) -> Tuning:
-    runs, _, shape = text.partition(",")
-    try:
-        mean = float(runs)
-        number = 1.0 if shape in ("", "fixed") else math.inf if shape == "poisson" else float(shape)
-    except ValueError:
-        raise PlanError(f"--best-of takes RUNS[,SHAPE], SHAPE a number, poisson or fixed, but is {text!r}") from None
-    return Tuning(mean, number, shape == "fixed")
 
 
 def _cap_note(n: int, rate: float, cap: int) -> str:

@@ -57,32 +57,30 @@ class PicturedObjects(dense.WholePictures):
         image = torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
         if draws is None:
             return image
-        target = _target(list(filter(_is_learnt, known.objects)), height, width)
+        objects = list(filter(_is_learnt, known.objects))
+        from pycocotools import mask
+
+        shapes = np.zeros((len(objects), height, width), dtype=np.uint8)
+        with parsing("an outline cannot be drawn"):
+            for number, each in enumerate(objects):
+                code = each.shape
+                if isinstance(code, list):
+                    code = mask.merge(mask.frPyObjects(code, height, width))
+                elif isinstance(code["counts"], list):
+                    code = mask.frPyObjects(code, height, width)
+                shapes[number] = mask.decode(code)
+        boxes = torch.tensor([each.box for each in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        target = {
+            "boxes": boxes,
+            "labels": torch.tensor([each.category + 1 for each in objects], dtype=torch.int64),
+            "masks": torch.from_numpy(shapes),
+        }
         if draws.random() >= 0.5:
             return image, target
         boxes = target["boxes"].clone()
         boxes[:, [0, 2]] = image.shape[2] - boxes[:, [2, 0]]
         return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
-
-
-def _target(objects: list[Instance], height: int, width: int) -> dict[str, Tensor]:
-    from pycocotools import mask
-
-    shapes = np.zeros((len(objects), height, width), dtype=np.uint8)
-    with parsing("an outline cannot be drawn"):
-        for number, each in enumerate(objects):
-            code = each.shape
-            if isinstance(code, list):
-                code = mask.merge(mask.frPyObjects(code, height, width))
-            elif isinstance(code["counts"], list):
-                code = mask.frPyObjects(code, height, width)
-            shapes[number] = mask.decode(code)
-    boxes = torch.tensor([each.box for each in objects], dtype=torch.float32).reshape(-1, 4)
-    boxes[:, 2:] += boxes[:, :2]
-    return {
-        "boxes": boxes, "labels": torch.tensor([each.category + 1 for each in objects], dtype=torch.int64),
-        "masks": torch.from_numpy(shapes),
-    }  # fmt: skip
 
 
 def run(session: Session, work: Work) -> Outcome:

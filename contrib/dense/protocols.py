@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from murmuration.evaluation.protocols import options
-from murmuration.evaluation.protocols.options import LEARNT_AND_SCORED, Protocol
+from murmuration.evaluation.protocols.protocol import LEARNT_AND_SCORED, Protocol
 
 HERE = "murmuration.contrib.dense"
 

@@ -24,7 +24,7 @@ from murmuration.data.decode.decode import MAX_PIXELS, BadRecord, parsing
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.interval import Estimate, bootstrap
-from murmuration.evaluation.session.result import Outcome, Result
+from murmuration.evaluation.session.result import Outcome
 from murmuration.evaluation.session.session import Chosen, Session, Work
 from murmuration.train.storage.checkpoint_read import hash_of
 
@@ -120,7 +120,19 @@ def run(session: Session, work: Work) -> Outcome:
         MarkedPictures(part.index, seed, marks, scaling, len(names)) for part, marks in ((train, learnt), (test, true))
     )
     _train(session, model, backbone, train, pictures, settings, told)
-    counts = _counted(session, result, model, test, scored, told)
+    # [pictures, 3, classes], as `overlaps_of` counts.
+    device, classes = session.computing.device, scored.classes
+
+    def act(item: tuple[Tensor, np.ndarray]) -> list[list[int]]:
+        image, marked = item
+        height, width = marked.shape
+        found = marked_by(model, image.to(device), scored.scaling.side, height, width, classes)
+        return overlaps_of(found, marked, classes).tolist()
+
+    answers = dense.answers(session, result, model, test, scored, act, dense.identity_of(session, test, told))
+    counts = np.array([counted for _, counted in answers])
+    if not counts[:, 2].any():
+        raise EvaluationError("no pixel of the pictures that can be read has a class; name others with --test-marks")
     overlap, right, by_class = mean_overlap(counts)
     result.add("mIoU", overlap)
     result.add("pixel accuracy", right)
@@ -143,25 +155,6 @@ def _train(
 
     identity = dense.identity_of(session, part, told)
     dense.train(session, model, backbone, loss_of, part, pictures, settings, identity)
-
-
-def _counted(
-    session: Session, result: Result, model: Segmenter, part: Chosen, pictures: MarkedPictures, told: object
-) -> np.ndarray:
-    """[pictures, 3, classes], as `overlaps_of` counts."""
-    device, classes = session.computing.device, pictures.classes
-
-    def act(item: tuple[Tensor, np.ndarray]) -> list[list[int]]:
-        image, marked = item
-        height, width = marked.shape
-        found = marked_by(model, image.to(device), pictures.scaling.side, height, width, classes)
-        return overlaps_of(found, marked, classes).tolist()
-
-    answers = dense.answers(session, result, model, part, pictures, act, dense.identity_of(session, part, told))
-    counts = np.array([counted for _, counted in answers])
-    if not counts[:, 2].any():
-        raise EvaluationError("no pixel of the pictures that can be read has a class; name others with --test-marks")
-    return counts
 
 
 def _marks_of(part: Chosen, given: Path | None, option: str, where: str) -> dict[int, Path]:

@@ -122,7 +122,13 @@ def choose_view(
     kind: Augment, width: int, height: int, size: int, key: bytes, step: int, record: int, view: int = 0
 ) -> View:  # fmt: skip
     if isinstance(kind, ResizeCrop):
-        return _resized_crop(kind, width, height, size)
+        # With torchvision's rounding to whole pixels.
+        shorter = size * kind.resize // kind.crop
+        wide, high = (int(shorter * side / min(width, height)) for side in (width, height))
+        left, top = round((wide - size) / 2), round((high - size) / 2)
+        across, down = width / wide, height / high
+        box = (left * across, top * down, (left + size) * across, (top + size) * down)
+        return View(box, resized=(wide, high, left, top))
     if kind == "none":
         return View((0, 0, width, height))
     if kind == "center":
@@ -134,16 +140,6 @@ def choose_view(
         flip = uniforms.next() < 0.5
         return View(_crop_box(width, height, AREAS[kind], uniforms), flip)
     raise ValueError(f"augment '{kind}' is unknown; choose one of {', '.join(KINDS)}")
-
-
-def _resized_crop(kind: ResizeCrop, width: int, height: int, size: int) -> View:
-    """With torchvision's rounding to whole pixels."""
-    shorter = size * kind.resize // kind.crop
-    wide, high = (int(shorter * side / min(width, height)) for side in (width, height))
-    left, top = round((wide - size) / 2), round((high - size) / 2)
-    across, down = width / wide, height / high
-    box = (left * across, top * down, (left + size) * across, (top + size) * down)
-    return View(box, resized=(wide, high, left, top))
 
 
 def _crop_box(

@@ -203,22 +203,18 @@ def _recognised(file: _File, columns: Columns) -> tuple[Columns, tuple[str, ...]
     if image not in pictures:
         raise PackError(f"{file.path}: no column of pictures (bytes) called {image!r}; choose one with --image")
     used = replace(columns, image=image).within(file.schema.names, file.path)
-    named = _class_names(file.schema)
-    if used.label is None and len(named) == 1:
-        used = replace(used, label=next(iter(named)))
-    return used, named.get(used.label or "", ())
-
-
-def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return {
+        features = json.loads((file.schema.metadata or {})[b"huggingface"])["info"]["features"]
+        named = {
             name: tuple(" ".join(str(each).split()) for each in feature["names"])
             for name, feature in features.items()
             if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
         }
     except (KeyError, TypeError, ValueError, AttributeError):
-        return {}
+        named = {}
+    if used.label is None and len(named) == 1:
+        used = replace(used, label=next(iter(named)))
+    return used, named.get(used.label or "", ())
 
 
 def open_parquet_folder(source: Path, split: str | None, columns: Columns) -> Pictures:

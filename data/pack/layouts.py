@@ -56,7 +56,15 @@ def open_layout(source: Source) -> Layout:
 
 def recognise(source: Source) -> str:
     if source.table is not None:
-        return _of_table(source.table)
+        kind = source.table.suffix.lower()
+        if kind == ".json":
+            from murmuration.data.pack.json_stream import elements
+
+            key = next((key for key, _ in elements(source.table)), "")
+            return "coco" if key else "table"
+        if kind == ".parquet":
+            return "parquet"
+        return "cc3m" if kind in (".tsv", ".txt") and table.names_urls(source.table) else "table"
     root = source.folder
     if not root.is_dir():
         raise PackError(f"{root}: not a folder; name the folder of the pictures, and a table with --csv")
@@ -64,18 +72,6 @@ def recognise(source: Source) -> str:
         raise PackError(f"{root}: holds tar shards, which need no packing: python launch/prepare.py index {root}")
     found = next((layout for layout, there in _MARKS.items() if there(root)), None)
     return found or "folders"
-
-
-def _of_table(path: Path) -> str:
-    kind = path.suffix.lower()
-    if kind == ".json":
-        from murmuration.data.pack.json_stream import elements
-
-        key = next((key for key, _ in elements(path)), "")
-        return "coco" if key else "table"
-    if kind == ".parquet":
-        return "parquet"
-    return "cc3m" if kind in (".tsv", ".txt") and table.names_urls(path) else "table"
 
 
 def _any(*names: str) -> Callable[[Path], bool]:

@@ -304,7 +304,12 @@ class _Packer:
             with index_file(folder / CLASSES) as file:
                 file.write("".join(f"{name}\n" for name in self._labels.names).encode())
         if part == 0:
-            self._list_left_out(folder)
+            with index_file(folder / LEFT_OUT) as file:
+                for fault in self._plan.faults():
+                    file.write(_line(asdict(fault)))
+                for path in sorted((self._work / "notes").iterdir()):
+                    for fault in read_json(path):
+                        file.write(_line(fault))
         receipt: dict[str, Any] = {"digest": self._digest, "records": index.records}
         if self._labels.from_rows:
             receipt[OF_ROWS] = ClassList(self._labels.names).digest
@@ -312,14 +317,6 @@ class _Packer:
             receipt[SHRUNK_TO] = self._request.max_shorter_side
         _write_json(folder / RECEIPT, receipt)
         folder.rename(target)
-
-    def _list_left_out(self, folder: Path) -> None:
-        with index_file(folder / LEFT_OUT) as file:
-            for fault in self._plan.faults():
-                file.write(_line(asdict(fault)))
-            for path in sorted((self._work / "notes").iterdir()):
-                for fault in read_json(path):
-                    file.write(_line(fault))
 
 
 def _line(fault: dict[str, Any]) -> bytes:

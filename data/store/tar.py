@@ -98,7 +98,12 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
     if extension is not None:
         raise ShardError(f"{what}: ends after an extension header, its file is missing")
     if whole:
-        _check_end(read, at, size, what)
+        if size - at < 2 * BLOCK:
+            raise ShardError(f"{what}: no end marker (two zero blocks); the file was cut off, fetch it again")
+        if size - at > LONGEST_END:
+            raise ShardError(f"{what}: a hole of zeros from byte {at} to the end at {size}; fetch the file again")
+        if any(read(at, size - at)):
+            raise ShardError(f"{what}: a zeroed hole at byte {at}, with data after it; fetch the file again")
     elif at != size:
         raise ShardError(f"{what}: zeros where a header belongs, at byte {at} of {size}")
     return at
@@ -197,15 +202,6 @@ def _check_member(header: _Header, extension: _Extension | None, what: str) -> N
 
 def _name(header: _Header, extension: _Extension | None) -> str:
     return (extension.name if extension is not None else None) or _ustar_name(header.block)
-
-
-def _check_end(read: Read, at: int, size: int, what: str) -> None:
-    if size - at < 2 * BLOCK:
-        raise ShardError(f"{what}: no end marker (two zero blocks); the file was cut off, fetch it again")
-    if size - at > LONGEST_END:
-        raise ShardError(f"{what}: a hole of zeros from byte {at} to the end at {size}; fetch the file again")
-    if any(read(at, size - at)):
-        raise ShardError(f"{what}: a zeroed hole at byte {at}, with data after it; fetch the file again")
 
 
 def _check_sum(header: bytes, at: int, what: str) -> None:

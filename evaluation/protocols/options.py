@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from argparse import ArgumentParser
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from murmuration.evaluation.models.subject import Subject
-
-if TYPE_CHECKING:
-    from murmuration.data.decode.augment import Augment
-    from murmuration.evaluation.models.weights import Reader
-    from murmuration.evaluation.session.public_records import RecordsPlace
-    from murmuration.model.settings import NamedPixels, PixelSettings
-
-SCORED = {"test": "data"}
-LEARNT_AND_SCORED = {"train": "data", "test": "test"}
+from typing import Any
 
 
 def _number(kind: Callable[[str], float], fits: Callable[[float], bool], what: str) -> Callable[[str], Any]:
@@ -107,47 +95,3 @@ def training(
     )
     parser.add_argument("--weight-decay", type=part, default=weight_decay, help=f"default {weight_decay}")
     parser.add_argument("--seed", type=natural, default=0, help="of order, augmentation and everything else drawn")
-
-
-# What the command `evaluate` knows of a protocol, and what it asks it to do. Free of torch, so that bad input is
-# refused within a second.
-
-
-@dataclass(frozen=True)
-class Protocol:
-    name: str
-    help: str
-    arguments: Callable[[ArgumentParser], object]
-    """Declares the protocol's own options; those of all protocols come after them."""
-    module: str
-    """Where `run(session, work)` stands. Imported when everything was checked that needs no torch."""
-    records: Mapping[str, str] = field(default_factory=lambda: SCORED)
-    """Its sets of records, each with the argument that names it."""
-    files: tuple[str, ...] = ()
-    """Arguments that name files, which must exist."""
-    check: Callable[[Namespace], object] = lambda arguments: None
-    """Refuses options that do not go together."""
-    texts: bool = False
-    """It is for language models."""
-    private: bool = False
-    """Its results are for the owner alone."""
-
-    @property
-    def learns(self) -> bool:
-        """It learns from one set, so that the model's own head is not used."""
-        return "train" in self.records
-
-
-@dataclass(frozen=True)
-class Request:
-    """A command whose arguments and files are in order."""
-
-    protocol: Protocol
-    arguments: Namespace
-    subject: Subject
-    places: dict[str, RecordsPlace]
-    view: Augment
-    pixels: NamedPixels | PixelSettings | None
-    """What --pixels says."""
-    readers: Callable[[], tuple[Reader, ...]] = tuple
-    """Readers of published files beside our own; asked when torch may be imported."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.protocols import options
-from murmuration.evaluation.protocols.options import LEARNT_AND_SCORED, Protocol
+from murmuration.evaluation.protocols.protocol import LEARNT_AND_SCORED, Protocol
 
 HERE = "murmuration.evaluation.protocols"
 

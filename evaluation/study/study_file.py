@@ -11,9 +11,9 @@
       "sizes": {"toy": {"seeds": 1, "set": {"phases.1.steps": 2}}}
     }
 
-Every arm is trained at every value of the axis with every seed. `--set size=toy` puts the keys of that size over the
-others: those of `set` one by one, lists whole. Any other `--set` changes a key of the study, or of the config in all
-arms.
+Every arm is trained at every value of the axis with every seed. An arm's `at` changes keys at one value: `"at": {"4":
+{"phases.1.schedule.peak": 1e-3}}`. `--set size=toy` puts the keys of that size over the others: those of `set` one by
+one, lists whole. Any other `--set` changes a key of the study, or of the config in all arms.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class Arm(Section):
     config: str | None = Field(default=None, description="Another config than the study's.")
     set: dict[str, Any] = Field(default_factory=dict, description="Keys of the config that this arm changes.")
     values: list[Value] | None = Field(default=None, description="The arm's own values on the axis.")
+    at: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Keys that this arm changes at one value of the axis, such as a rate."
+    )
 
 
 class Measure(Section):
@@ -86,7 +89,13 @@ class Study(Section):
                 raise ValueError(f"two {what} have the same name; rename one")
         if self.axis is None and any(arm.values is not None for arm in self.arms):
             raise ValueError("an arm has values, and there is no axis; name one, or leave the values out")
+        for arm in self.arms:
+            if unknown := set(arm.at) - {str(value) for value in self.values_of(arm)}:
+                raise ValueError(f"arm {arm.name!r} has `at` for {sorted(unknown)[0]!r}, which is no value of its axis")
         return self
+
+    def values_of(self, arm: Arm) -> list[Value]:
+        return [None] if self.axis is None else arm.values or self.axis.values
 
 
 @dataclass(frozen=True)
@@ -142,11 +151,12 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
     for holder in (raw, *arms):
         if isinstance(holder.get("config"), str):
             holder["config"] = str(folder / holder["config"])
-        changed: Any = holder.get("set") if isinstance(holder.get("set"), dict) else {}
-        for key, value in list(changed.items()):
-            last = key.rpartition(".")[2]
-            if last in PATH_KEYS and is_local(last, value):
-                changed[key] = str(folder / value)
+        at = holder.get("at")
+        for changed in (holder.get("set"), *(at.values() if isinstance(at, dict) else ())):
+            for key, value in list(changed.items()) if isinstance(changed, dict) else []:
+                last = key.rpartition(".")[2]
+                if last in PATH_KEYS and is_local(last, value):
+                    changed[key] = str(folder / value)
     for measure in raw.get("measures", []):
         arguments: Any = measure.get("evaluate") if isinstance(measure, dict) else None
         for place, given in enumerate(arguments if isinstance(arguments, list) else []):
@@ -158,10 +168,9 @@ def runs_of(study: Study, out: Path) -> list[Run]:
     """In the order in which they are trained: one of every arm, then the others, so that what is wrong shows early."""
     found = []
     for arm in study.arms:
-        values: list[Value] = [None] if study.axis is None else arm.values or study.axis.values
-        for value in values:
+        for value in study.values_of(arm):
             for seed in range(1, study.seeds + 1):
-                changed = study.set | arm.set
+                changed = study.set | arm.set | arm.at.get(str(value), {})
                 place = "" if study.axis is None else f"-{value}"
                 name = re.sub(r"[^\w.-]+", "_", f"{arm.name}{place}-{seed}")
                 if study.axis is not None:

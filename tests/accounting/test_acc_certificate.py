@@ -252,7 +252,7 @@ def rendered(text: str) -> list[str]:
 def test_no_name_is_markup_in_a_certificate(tmp_path: Path) -> None:
     """As the name of run, phases and siblings, and as statement, reason and deviation: the pages keep their form."""
 
-    def pages(word: str) -> list[str]:
+    def all_pages(word: str) -> list[str]:
         journal = begin(tmp_path / str(len(list(tmp_path.iterdir()))))
         journal.declare_nonprivate(1, word, False, word)
         journal.declare_tuning(Declared(word))
@@ -267,9 +267,9 @@ def test_no_name_is_markup_in_a_certificate(tmp_path: Path) -> None:
     def tags(page: str) -> list[str]:
         return re.findall(r"<[^>]*>", page)
 
-    plain = [tags(page) for page in pages("name")]
+    plain = [tags(page) for page in all_pages("name")]
     for name in EVIL:
-        evil = pages(name)
+        evil = all_pages(name)
         assert [tags(page) for page in evil] == plain, name
         for page in evil:
             assert all(character.isprintable() or character == "\n" for character in page), name

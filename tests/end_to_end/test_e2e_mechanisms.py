@@ -63,7 +63,7 @@ ROWS = {
     "other worlds": Row((), on(1, LOCAL) + on(2) + on(2, FSDP2) + on(1, FSDP2) + on(2, *ZERO_3)),
     "banded, other worlds": Row((BANDED,), on(2) + on(1, LOCAL) + on(2, FSDP2)),
 }
-SHORT = ("adaptive", "probes", "exact, ZeRO-3", "banded, other worlds")
+SHORT = ("adaptive", "probes", "banded, other worlds")
 # How far a life may get at most: a rest must be left to be killed in.
 REACH = {"write": 6, "fsync": 20, "pread": 60, "replace": 3, "rename": 2, "mkdir": 3}
 KILLS = ("fsync", "write", "rename", "write", "pread")

@@ -146,6 +146,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["axis=null"], "an arm has values, and there is no axis"),
     (['arms=[{"name": "a"}, {"name": "a"}]'], "two arms have the same name; rename one"),
     (['measures=[{"label": "top-1"}]'], "give `metric`, or `evaluate` with `number`"),
+    (['arms=[{"name": "a", "at": {"9": {}}}]'], "arm 'a' has `at` for '9', which is no value of its axis"),
     (["config=gone.json"], "there is no config file"),
     (["axis.values=[-1]"], "phases.0.privacy.epsilon = -1 is not usable"),
 ]  # fmt: skip
@@ -172,6 +173,13 @@ def test_a_size_changes_what_it_names_and_a_dry_run_says_what_would_be_spent(
     assert {config.phases[0].steps for config in require_sound(runs)} == {2}
     with pytest.raises(EvaluationError, match="cannot be read as a study"):
         load_study(folder / "nothing.json", [])
+
+
+def test_an_arm_may_change_keys_at_one_value_of_the_axis(folder: Path) -> None:
+    given = 'arms=[{"name": "a", "at": {"8": {"phases.0.steps": 5}}}, {"name": "b"}]'
+    runs = runs_of(load_study(folder / "study.json", [given, "seeds=1"]), folder / "out")
+    steps = {run.name: config.phases[0].steps for run, config in zip(runs, require_sound(runs), strict=True)}
+    assert steps == {"a-2-1": 3, "a-8-1": 5, "b-2-1": 3, "b-8-1": 3}
 
 
 def test_a_study_that_would_exceed_the_budget_of_its_records_is_refused_before_its_first_run(tmp_path: Path) -> None:

@@ -36,8 +36,6 @@ from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize(
     "kind", ["aes", *(pytest.param(kind, marks=pytest.mark.rest) for kind in ("chacha20", "exact"))]
@@ -251,27 +249,6 @@ def test_a_model_that_asks_what_its_records_hold_is_refused(tmp_path: Path) -> N
     with (
         training(tmp_path, Branching()) as found,
         pytest.raises(SelfTestError, match="branches on what a record holds"),
-    ):
-        found.prove()
-
-
-class Packing(Regression):
-    """Packs the numbers that are not zero of all records into one column, as language models pack tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Linear(1, 1)
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        x = inputs["x"]
-        there = x != 0
-        return x.masked_scatter(there, self.token(x[there].unsqueeze(1))).sum(1) ** 2 + super().forward(inputs)
-
-
-def test_a_model_that_packs_records_is_refused(tmp_path: Path) -> None:
-    with (
-        training(tmp_path, Packing()) as found,
-        pytest.raises(SelfTestError, match="picks rows or elements by what they hold"),
     ):
         found.prove()
 

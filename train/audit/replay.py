@@ -64,10 +64,10 @@ from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import header
 from murmuration.train.run.phase import probed_rate, trainer_of
+from murmuration.train.run.public_mixing import PublicRecords
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
 from murmuration.train.run.trainer import Trainer
-from murmuration.train.run.watching import PublicRecords
 from murmuration.train.step import Make, StepSummary
 from murmuration.train.storage.certify import OF_THIS_TRAINER
 from murmuration.train.storage.checkpoint import Checkpoints, Keep

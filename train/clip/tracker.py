@@ -123,20 +123,15 @@ class TrackedTensor:
     def _through(self, inner: PerRecordGradient) -> list[PerRecordGradient]:
         """Works for views too, since their autograd record is also kept."""
         if self.standardised is not None and _has_rows(inner, self.standardised.by):
-            return self._through_rows(inner, self.standardised)
+            name, by, gain = self.standardised.name, self.standardised.by, self.standardised.gain
+            piece = ViaStandardisation(name, inner, self.leaves[name], by)
+            if gain is None:
+                return [piece]
+            # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.
+            sums = piece.row_sums()
+            own = sums[2].to(wide(inner.dtype)).view(-1, *gain.shape)
+            return [replace(piece, known=sums), *gain.whole(own)]
         return [ViaReparametrisation(name, inner, self.tensor, leaf) for name, leaf in self.leaves.items()]
-
-    def _through_rows(
-        self, inner: OuterProduct | Recomputed, standardised: StandardisedRows
-    ) -> list[PerRecordGradient]:
-        name, by, gain = standardised.name, standardised.by, standardised.gain
-        piece = ViaStandardisation(name, inner, self.leaves[name], by)
-        if gain is None:
-            return [piece]
-        # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.
-        sums = piece.row_sums()
-        own = sums[2].to(wide(inner.dtype)).view(-1, *gain.shape)
-        return [replace(piece, known=sums), *gain.whole(own)]
 
 
 def _has_rows(inner: PerRecordGradient, by: Standardisation) -> TypeGuard[OuterProduct | Recomputed]:

@@ -63,7 +63,14 @@ def load(path: Path, overrides: list[str]) -> Config:
         raise ConfigError(f"{path} with the --set overrides {error}") from None
     _require_text(raw)
     _heads_in_one_pass(raw.get("phases"))
-    _objectives_of_starts(raw.get("phases"))
+    # A phase that only loads weights needs no objective of its own: it takes that of the next phase that names one.
+    phases = raw.get("phases")
+    found = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
+    for number, phase in enumerate(found):
+        data = phase.get("data")
+        if isinstance(data, dict) and data.get("source") == "checkpoint" and "objective" not in phase:
+            after = [other["objective"] for other in found[number + 1 :] if "objective" in other]
+            phase |= {"objective": after[0]} if after else {}
     _units_of_indexes(raw.get("phases"))
     refused = find_refusals(raw)
     if refused:
@@ -137,16 +144,6 @@ def _absolute_paths(value: Any, folder: Path) -> None:
                 value[key] = str(folder / item)
             else:
                 _absolute_paths(item, folder)
-
-
-def _objectives_of_starts(phases: Any) -> None:
-    """A phase that only loads weights needs no objective of its own: it takes that of the next phase that names one."""
-    found = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
-    for number, phase in enumerate(found):
-        data = phase.get("data")
-        if isinstance(data, dict) and data.get("source") == "checkpoint" and "objective" not in phase:
-            after = [other["objective"] for other in found[number + 1 :] if "objective" in other]
-            phase |= {"objective": after[0]} if after else {}
 
 
 def _units_of_indexes(phases: Any) -> None:

@@ -241,21 +241,18 @@ class DeepSpeedEngine:
             sums = self._forward.sharded_sums if self.partitioned else self._whole_sums
             fragment.of(exact).copy_(sums.of(fragment))
         if self._zero.stage:
-            self._misplaced += self._disagreeing(reduced, exact, fragments)
+            # Parameters that were handed over, and of which DeepSpeed reduced another sum.
+            found = []
+            rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
+            for fragment in fragments:
+                if fragment.name not in self._handed_over:
+                    continue
+                total = fragment.of(exact)
+                apart = (fragment.of(reduced) - total).abs().max()
+                if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
+                    found.append(fragment.name)
+            self._misplaced += found
         return exact
-
-    def _disagreeing(self, reduced: Tensor, exact: Tensor, fragments: list[Fragment]) -> list[str]:
-        """Parameters that were handed over, and of which DeepSpeed reduced another sum."""
-        found = []
-        rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
-        for fragment in fragments:
-            if fragment.name not in self._handed_over:
-                continue
-            total = fragment.of(exact)
-            apart = (fragment.of(reduced) - total).abs().max()
-            if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
-                found.append(fragment.name)
-        return found
 
     def _check(self, update: Update) -> AppliedUpdate:
         """Checks for what DeepSpeed may silently lose (the hook, the step, elements) or misplace, and that weights are

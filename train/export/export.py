@@ -73,7 +73,13 @@ def export(
             _describe(loaded, root, part)
         else:
             _write_foreign(form, loaded, root, part, told, averages, licence, document)
-        _write_claim(root, part, document, verdict)
+        shutil.copyfile(root / "ledger.jsonl", part / "ledger.jsonl")
+        if (root / WEIGHTS_LIST).is_file():
+            shutil.copyfile(root / WEIGHTS_LIST, part / WEIGHTS_LIST)
+        # The pages are made anew from the document that was verified: a copy could have been edited.
+        write_certificate(document, part)
+        if verdict.objection:
+            (part / NOT_PRIVATE).write_text(verdict.objection + "\n")
         _holds_no_key(run_dir.key, part)
         verify(part)  # what leaves is what was certified
         if not verdict.objection:
@@ -90,22 +96,16 @@ def _chosen(run_dir: RunDir, best: bool) -> tuple[Loaded, dict[str, Any]]:
     if loaded is None:
         raise ExportError(f"{run_dir.root} has no checkpoint; let the run reach one")
     document = parse((run_dir.root / "certificate.json").read_bytes())
-    _belongs(loaded, document)
+    hashes = document.get("hashes")
+    if not isinstance(hashes, dict) or hashes.get("checkpoint_manifest_sha256") != loaded.digest:
+        raise CheckpointError(
+            "the certificate was written for another checkpoint; run the training command once more to renew it"
+        )
     if best:
         loaded = best_checkpoint(run_dir)
     if "objective" not in loaded.manifest:
         raise CheckpointError(f"the manifest of {loaded.position.folder} names no objective; restore the checkpoint")
     return loaded, document
-
-
-def _write_claim(root: Path, out: Path, document: dict[str, Any], verdict: Verdict) -> None:
-    shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
-    if (root / WEIGHTS_LIST).is_file():
-        shutil.copyfile(root / WEIGHTS_LIST, out / WEIGHTS_LIST)
-    # The pages are made anew from the document that was verified: a copy could have been edited.
-    write_certificate(document, out)
-    if verdict.objection:
-        (out / NOT_PRIVATE).write_text(verdict.objection + "\n")
 
 
 def from_deepspeed(folder: Path, out: Path) -> list[Path]:
@@ -207,14 +207,6 @@ def _write_foreign(
     loading = write_form(form, finished, out, told)
     kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
     write_card(out, finished, loading, certificate, {} if averages else kept.public, licence)
-
-
-def _belongs(loaded: Loaded, certificate: dict[str, object]) -> None:
-    hashes = certificate.get("hashes")
-    if not isinstance(hashes, dict) or hashes.get("checkpoint_manifest_sha256") != loaded.digest:
-        raise CheckpointError(
-            "the certificate was written for another checkpoint; run the training command once more to renew it"
-        )
 
 
 def _holds_no_key(key: Path, out: Path) -> None:

@@ -101,7 +101,18 @@ def started(
             made = _made(made)
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
-    unknown = _unexplained(model, made)
+    # The tensors that neither proved to be random nor are simple. For a module made beforehand, nothing is proved.
+    found: list[dict[str, Tensor]] = []
+    for seed in SEEDS if not isinstance(model, nn.Module) else ():
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            found.append(_tensors(_made(model)))
+    unknown = {
+        name
+        for name, tensor in _tensors(made).items()
+        if not _simple(tensor)
+        and not (found and all(name in each for each in found) and _drawn(*(each[name] for each in found)))
+    }
     weights = None
     if start is not None:
         from murmuration.train.recipe.warm_start import WarmStart  # with all models of ours
@@ -117,21 +128,6 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(found, nn.Module):
         raise RecipeError(f"model= must be a module or a function that makes one, but made a {type(found).__name__}")
     return found
-
-
-def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) -> set[str]:
-    """The tensors that neither proved to be random nor are simple. For a module made beforehand, nothing is proved."""
-    found: list[dict[str, Tensor]] = []
-    for seed in SEEDS if not isinstance(model, nn.Module) else ():
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            found.append(_tensors(_made(model)))
-    return {
-        name
-        for name, tensor in _tensors(made).items()
-        if not _simple(tensor)
-        and not (found and all(name in each for each in found) and _drawn(*(each[name] for each in found)))
-    }
 
 
 def _drawn(one: Tensor, other: Tensor) -> bool:

@@ -72,7 +72,17 @@ def rates_of(
                 "schedule= must be a number, a function of the step, a murmuration.Schedule, or a class of "
                 f"torch.optim.lr_scheduler (with functools.partial), but is {given!r}"
             )
-        return _of_function(given)
+        try:
+            sound(given(1), 1)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, UnfitOptimizerError):
+                raise
+            raise UnfitOptimizerError(
+                f"schedule= gives no learning rate for step 1 ({type(error).__name__}: {error}); give a number, a "
+                "function of the step, a murmuration.Schedule, a class of torch.optim.lr_scheduler, or "
+                "functools.partial of one with its arguments"
+            ) from None
+        return lambda step: sound(given(step), step)
     rate = own if given is None else float(given)
     if rate is None:
         raise UnfitOptimizerError(
@@ -80,20 +90,6 @@ def rates_of(
             "murmuration.Schedule or a torch.optim.lr_scheduler"
         )
     return lambda step: sound(rate, step)
-
-
-def _of_function(function: Any) -> Rates:
-    try:
-        sound(function(1), 1)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, UnfitOptimizerError):
-            raise
-        raise UnfitOptimizerError(
-            f"schedule= gives no learning rate for step 1 ({type(error).__name__}: {error}); give a number, a function "
-            "of the step, a murmuration.Schedule, a class of torch.optim.lr_scheduler, or functools.partial of one "
-            "with its arguments"
-        ) from None
-    return lambda step: sound(function(step), step)
 
 
 def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:

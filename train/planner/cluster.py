@@ -113,25 +113,18 @@ def step_time(
     if ranks_per_copy:
         exchange = _fsdp2_exchange(weights, cluster, rows, micro_batch, ranks_per_copy)
     else:
-        exchange = _zero_exchange(weights, cluster, rows, micro_batch, stage, mixed)
+        n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
+        exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
+        exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
+        if stage < 3:
+            exchange += 0.0 if weights.private else cluster.all_reduce_seconds(4.0 * n)
+            exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
+        else:
+            exchange += cluster.gather_seconds(4.0 * n)
+            exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
     shards = ranks_per_copy or (cluster.gpus if stage else 1)
     noise = math.ceil(weights.trainable / shards) / cluster.noise_per_second if weights.private else 0.0
     return StepTime(compute, exchange, noise, rows, public)
-
-
-def _zero_exchange(
-    weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int, mixed: int
-) -> float:
-    n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
-    exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
-    exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
-    if stage < 3:
-        exchange += 0.0 if weights.private else cluster.all_reduce_seconds(4.0 * n)
-        exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
-    else:
-        exchange += cluster.gather_seconds(4.0 * n)
-        exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
-    return exchange
 
 
 def _fsdp2_exchange(

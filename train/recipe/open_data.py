@@ -73,7 +73,13 @@ def open_records(
     dense = data.public and data.public_fraction is None
     handling: Handling = "skipped" if dense else "absent"
     index = _open_index(data.path, f"{where}.path", handling, classes, data.reading.node_shards, left_out)
-    _refuse_coupled(index, data, where)
+    # In a list of excluded records, one record must not have decided about others that the phase protects singly.
+    by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
+    if by and by != data.by and not data.public:
+        raise RecipeError(
+            f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
+            f"{where}.unit to {by!r}, or run murmuration.contrib.overlap again without --by-unit"
+        )
     units = open_units(index, data, where)
     _check_expected(index, units, data, where)
     if phase.objective == "text" and isinstance(index, FolderIndex):
@@ -105,16 +111,6 @@ def open_units(index: RecordIndex, data: Data, where: str) -> UnitTable | None:
         return open_table(index, data.by)
     except ShardError as error:
         raise RecipeError(f"{where}.unit: {error}") from None
-
-
-def _refuse_coupled(index: RecordIndex, data: ShardData, where: str) -> None:
-    """Refuses a list of excluded records in which one record decided about others that the phase protects singly."""
-    by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
-    if by and by != data.by and not data.public:
-        raise RecipeError(
-            f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
-            f"{where}.unit to {by!r}, or run murmuration.contrib.overlap again without --by-unit"
-        )
 
 
 def open_public(

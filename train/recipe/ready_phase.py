@@ -212,7 +212,16 @@ def prepare(config: Config) -> list[ReadyPhase]:
             start = open_start(phase.data, f"phases.{number}.data")
             starts[f"phases.{number}.data.path"] = start.path
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
-    _require_one_unit(phases)
+    # No proof says what the promises of private phases that protect different units come to together.
+    private = [phase for phase in phases if phase.private]
+    for phase in private[1:]:
+        first, other = (unit_in_words(each.unit) for each in (private[0], phase))
+        if first != other:
+            raise RecipeError(
+                f"phases.{phase.number}.data.unit: phase {phase.name!r} protects {other}, but phase "
+                f"{private[0].name!r} protects {first}, and a run makes one promise; name the same unit in both, or "
+                "train them in two runs"
+            )
     _keep_apart(phases, config.run.registry)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases), config.run.registry)
@@ -265,19 +274,6 @@ def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
         found += LabelSource.of(f"{where}.monitor.path", phase.monitored, label)
         found += LabelSource.of(f"{where}.mixing.data.path", phase.mixed, label)
     return found
-
-
-def _require_one_unit(phases: list[ReadyPhase]) -> None:
-    """Refuses private phases that protect different units: no proof says what their promises come to together."""
-    private = [phase for phase in phases if phase.private]
-    for phase in private[1:]:
-        first, other = (unit_in_words(each.unit) for each in (private[0], phase))
-        if first != other:
-            raise RecipeError(
-                f"phases.{phase.number}.data.unit: phase {phase.name!r} protects {other}, but phase "
-                f"{private[0].name!r} protects {first}, and a run makes one promise; name the same unit in both, or "
-                "train them in two runs"
-            )
 
 
 def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:

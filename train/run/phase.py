@@ -51,9 +51,8 @@ from murmuration.train.run.board import Feed, Pace
 from murmuration.train.run.cached_features import FeatureReader, feature_reader, held_out_features
 from murmuration.train.run.context import Ending, RunContext
 from murmuration.train.run.declare import declare, header, segment_of
-from murmuration.train.run.public_mixing import MixingEngine
+from murmuration.train.run.public_mixing import MixingEngine, PublicRecords
 from murmuration.train.run.trainer import Spent, Trainer
-from murmuration.train.run.watching import PublicRecords
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.step import Make, PlainStep, Records
 from murmuration.train.storage.checkpoint import Loaded
