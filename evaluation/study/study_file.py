@@ -152,8 +152,9 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
         if isinstance(holder.get("config"), str):
             holder["config"] = str(folder / holder["config"])
         at = holder.get("at")
-        for changed in (holder.get("set"), *(at.values() if isinstance(at, dict) else ())):
-            for key, value in list(changed.items()) if isinstance(changed, dict) else []:
+        sections: list[Any] = [holder.get("set"), *(at.values() if isinstance(at, dict) else ())]
+        for changed in (each for each in sections if isinstance(each, dict)):
+            for key, value in list(changed.items()):
                 last = key.rpartition(".")[2]
                 if last in PATH_KEYS and is_local(last, value):
                     changed[key] = str(folder / value)
