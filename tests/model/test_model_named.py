@@ -17,7 +17,7 @@ from murmuration.model.load_report import WeightsError
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select
-from murmuration.model.warm_start import initialise_from
+from murmuration.model.warm_start import initialise_from, initialise_with
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
 from tests.support.parity_engines import prepared, rule_of, summed
@@ -64,6 +64,13 @@ def stirred(model: nn.Module) -> nn.Module:
             if name.endswith(("running_mean", "running_var")):
                 stored.add_(torch.rand(stored.shape, generator=draw))
     return model
+
+
+def test_weights_with_counts_of_batches_fill_the_model_that_they_come_from() -> None:
+    model, fresh = stirred(build(settings(RESNET), "classify")), build(settings(RESNET), "classify")
+    assert any(not tensor.is_floating_point() for tensor in model.state_dict().values())
+    initialise_with(fresh, model.state_dict(), {"ours": True})
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in fresh.state_dict().items())
 
 
 def hugging_face(folder: Path) -> dict[str, Any]:
