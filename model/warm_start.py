@@ -100,8 +100,8 @@ def recognised(state: Mapping[str, Tensor], ours: bool = False) -> tuple[LoadRep
             f"plain vision transformer of timm or Hugging Face, or timm's BiT."
         )
     report = LoadReport(source)
-    if source == OWN:  # without BatchNorm's counts of batches, as in `tensors_of`
-        return report, same_names({name: tensor for name, tensor in state.items() if tensor.is_floating_point()})
+    if source == OWN:
+        return report, same_names(state)
     if source == VIP_MAE:
         return report, vip_mae_pieces(state)
     renamed = {DP_CAP: dpcap_pieces, HUGGING_FACE: hf_pieces, BIT: bit_pieces, TIMM: timm_pieces}[source]
