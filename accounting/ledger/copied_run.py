@@ -36,6 +36,7 @@ def recognise(journal: Journal, secret: Path) -> str | None:
     reason = None if begins else changed
     if reason is not None:
         journal.note_copied(reason)
+    # In place, because the inode of the file that keeps the identity is a part of it.
     descriptor = os.open(secret / NAME, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         text = json.dumps(_identity(journal.ledger.path, secret)).encode()
