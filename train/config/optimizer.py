@@ -16,8 +16,8 @@ ADAPTIVE = {"betas", "eps", "noise_floor"}
 TAKES: dict[OptimizerType, set[str]] = {
     "AdamW": FOR_ALL | ADAPTIVE,
     "LAMB": FOR_ALL | ADAPTIVE,
-    "SGD": FOR_ALL | {"momentum", "nesterov"},
-    "LARS": FOR_ALL | {"momentum", "nesterov", "eps", "trust_coefficient"},
+    "SGD": FOR_ALL | {"momentum"},
+    "LARS": FOR_ALL | {"momentum", "eps", "trust_coefficient"},
 }
 
 
@@ -56,7 +56,6 @@ class OptimizerParams(Section):
         "is clamped to at least this number; its root is the denominator, without eps.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
-    nesterov: bool = Field(default=False, description="SGD, LARS: Nesterov's momentum.")
     trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
     ema_decay: float | None = Field(
         default=None, gt=0, lt=1, description="Keeps a moving average of the weights, saved with the checkpoint."
@@ -75,12 +74,6 @@ class OptimizerParams(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("both betas must lie in [0, 1)")
         return betas
-
-    @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> OptimizerParams:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov looks ahead along the momentum, so momentum must be above 0")
-        return self
 
 
 class Optimizer(Section):
@@ -185,5 +178,3 @@ class ZeroOptimization(Section):
         default=None, description="Keeps optimizer state in host memory; null: on the device."
     )
     stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
-    stage3_max_live_parameters: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
-    stage3_prefetch_bucket_size: int | None = Field(default=None, gt=0, description="Stage 3; DeepSpeed's own.")
