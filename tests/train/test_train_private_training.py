@@ -414,6 +414,7 @@ def test_a_step_after_which_the_program_is_interrupted_is_never_made_again(tmp_p
         found.step(2, RATE)
 
 
+@pytest.mark.rest
 def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(LedgerError, match="records of phase 'training' changed"):
@@ -440,6 +441,7 @@ def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_float
     assert any("may err by the allowance" in text for text in told["known_deviations"])
 
 
+@pytest.mark.rest
 def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path) -> None:
     run(tmp_path, 2, computation=Computation(noise="exact"))
     with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*noise"):
@@ -449,6 +451,7 @@ def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.rest
 def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
     """Both are Gaussian and of one σ, but the same key would draw other numbers for a step that is made again."""
     run(tmp_path, 2)
