@@ -67,7 +67,9 @@ def fill_start(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> 
     """Fill the model; the encoder (or the ResNet's body) must fit, the rest is taken where name and shape fit."""
     own = tensors_of(model)
     body = [name for name in own if name.startswith(ENCODER_PREFIXES)]
-    pieces = _zero_biases(_type_token(dict(pieces), own), own)
+    counts = model.state_dict().keys() - own.keys()  # checkpoints keep them as floats
+    pieces = {name: piece for name, piece in pieces.items() if name not in counts}
+    pieces = _zero_biases(_type_token(pieces, own), own)
     if lacking := [name for name in body if name not in pieces]:
         raise WeightsError(
             f"{account.source} has nothing for {lacking[0]}{_more(lacking)} of the model's encoder; set model.depth "

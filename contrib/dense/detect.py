@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from murmuration.accounting.durable import atomic
 from murmuration.contrib.dense import training as dense
-from murmuration.contrib.dense.coco_objects import Instance, Objects, annotations_beside, read_objects
+from murmuration.contrib.dense.coco_objects import Instance, Objects, read_objects
 from murmuration.contrib.dense.training import SCALES, Backbone, DenseSettings
 from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.draw.micro_batch import Normalisation
@@ -168,8 +168,9 @@ def _scored(
 def _annotated(part: Chosen, given: Path | None, option: str, where: str) -> tuple[Chosen, Objects, Path]:
     """The pictures that the annotations list, in the order of the files."""
     files = dense.names_of(part, where)
-    folder = part.index.root  # pyright: ignore[reportAttributeAccessIssue]
-    path = given or annotations_beside(Path(folder))
+    folder = Path(part.index.root).resolve()  # pyright: ignore[reportAttributeAccessIssue]
+    # COCO/train2017 -> COCO/annotations/instances_train2017.json
+    path = given or folder.parent / "annotations" / f"instances_{folder.name}.json"
     objects = read_objects(path, files, option)
     # Places among the files are numbers of records, since all of an index is named.
     return Chosen(part.index, np.array(sorted(objects.pictures))), objects, path

@@ -160,7 +160,10 @@ def _train(
 def _marks_of(part: Chosen, given: Path | None, option: str, where: str) -> dict[int, Path]:
     """The file with the classes of each picture."""
     files = dense.names_of(part, where)
-    folder = given or marks_beside(Path(part.index.root))  # pyright: ignore[reportAttributeAccessIssue]
+    folder = given
+    if folder is None:  # ADE/images/training -> ADE/annotations/training
+        pictures = Path(part.index.root).resolve()  # pyright: ignore[reportAttributeAccessIssue]
+        folder = pictures.parent.parent / "annotations" / pictures.name
     if not folder.is_dir():
         raise EvaluationError(
             f"{folder} does not exist; name the folder of the PNG files with {option}, or lay them out as ADE20K does: "
@@ -173,12 +176,6 @@ def _marks_of(part: Chosen, given: Path | None, option: str, where: str) -> dict
             f"{option}"
         )
     return found
-
-
-def marks_beside(folder: Path) -> Path:
-    """ADE/images/training -> ADE/annotations/training"""
-    folder = folder.resolve()
-    return folder.parent.parent / "annotations" / folder.name
 
 
 def _names(train: Chosen, given: Path | None) -> list[str]:

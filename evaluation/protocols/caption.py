@@ -53,7 +53,12 @@ def run(session: Session, work: Work) -> Outcome:
     listed: dict[int, tuple[str, ...]] | None = None
     if arguments.captions is not None:
         chosen, listed = _listed(chosen, arguments.captions, arguments.split)
-    captioned = listed is None and _has_captions(session, chosen)
+    captioned = False
+    if listed is None:
+        # If the first record has a caption, all must: one that lacks it is then unreadable.
+        reader = ShardReader(chosen.index, open_source(chosen.index, session.computing.reading()))
+        first = next((int(record) for record in chosen.ids if not chosen.index.left_out(int(record))), None)
+        captioned = first is not None and has_caption(reader.read(first), TEXT)
 
     def act(ids: np.ndarray, inputs: dict[str, Tensor], before: int) -> list[Any]:
         written = [text.decode(words) for words in _decoded(model, inputs["images"], ids, arguments, text)]
@@ -119,14 +124,6 @@ def _decoded(
     if arguments.decode == "nucleus":
         return nucleus(model, memory, text, length, p=arguments.p, seed=arguments.seed, records=ids.tolist())
     return greedy(model, memory, text, length)
-
-
-def _has_captions(session: Session, chosen: Chosen) -> bool:
-    """Whether the first record has a caption; then all must, and one that lacks it is unreadable."""
-    index = chosen.index
-    reader = ShardReader(index, open_source(index, session.computing.reading()))
-    first = next((int(record) for record in chosen.ids if not index.left_out(int(record))), None)
-    return first is not None and has_caption(reader.read(first), TEXT)
 
 
 # How near written captions come to those of people: BLEU-4, ROUGE-L and CIDEr-D, by their published formulas.

@@ -158,18 +158,21 @@ class SharedTraining:
         if not sum(self.sharing.of_all(backward)) < math.inf:
             raise EvaluationError("the loss is not finite; lower --base-rate")
         if not self.alone:
-            # Gradients of parameters that some rank used are added up; the others stay without one.
-            parameters = self._parameters()
-            used = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
-            flat = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-            total = torch.cat([used, *(each.reshape(-1) for each in flat)])
-            dist.all_reduce(total, group=self.sharing.gradients)
-            used, *found = total.split([len(parameters), *(each.numel() for each in parameters)])
-            for parameter, gradient, by in zip(parameters, found, used.tolist(), strict=True):
-                parameter.grad = gradient.view_as(parameter) if by else None
+            self._add_gradients()
         self.optimizer.step()
         if not self.alone:
             self._average_statistics(ran)
+
+    def _add_gradients(self) -> None:
+        """Adds up gradients of parameters that some rank used; others stay without one."""
+        parameters = self._parameters()
+        used = torch.tensor([float(each.grad is not None) for each in parameters], device=parameters[0].device)
+        flat = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        total = torch.cat([used, *(each.reshape(-1) for each in flat)])
+        dist.all_reduce(total, group=self.sharing.gradients)
+        used, *found = total.split([len(parameters), *(each.numel() for each in parameters)])
+        for parameter, gradient, by in zip(parameters, found, used.tolist(), strict=True):
+            parameter.grad = gradient.view_as(parameter) if by else None
 
     def _average_statistics(self, ran: bool) -> None:
         """Those of BatchNorm, which each rank has of its own part, if it had one."""

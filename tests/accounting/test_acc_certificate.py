@@ -249,6 +249,7 @@ def rendered(text: str) -> list[str]:
     return [common, python_markdown.markdown(text, extensions=["tables", "fenced_code", "sane_lists"])]
 
 
+@pytest.mark.rest
 def test_no_name_is_markup_in_a_certificate(tmp_path: Path) -> None:
     """As the name of run, phases and siblings, and as statement, reason and deviation: the pages keep their form."""
 

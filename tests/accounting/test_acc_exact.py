@@ -229,6 +229,7 @@ def pair(deviation: float, shift: tuple[int, ...], rate: float) -> tuple[np.ndar
     return without, (1 - rate) * without + rate * present
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("deviation", "shift", "rate"),
     [

@@ -63,6 +63,7 @@ def test_the_bounds_themselves_are_accepted() -> None:
         require_shallow(deep)
 
 
+@pytest.mark.rest
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from murmuration.accounting.keys import Link, load
 from murmuration.accounting.ledger.history import History
 from murmuration.data.draw.samplers import make_sampler
@@ -29,7 +27,6 @@ def link_of(run_dir: Path) -> Link:
     return chain
 
 
-@pytest.mark.core
 def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_steps(launch: Make) -> None:
     job, run_dir = launch("forgets", without_a_seed)
     ended = job.end(kill={"rank": 0, "kind": "write", "at": 36, "before": True})

@@ -17,7 +17,7 @@ from murmuration.model.load_report import WeightsError
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select
-from murmuration.model.warm_start import initialise_from
+from murmuration.model.warm_start import initialise_from, initialise_with
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
 from tests.support.parity_engines import prepared, rule_of, summed
@@ -64,6 +64,16 @@ def stirred(model: nn.Module) -> nn.Module:
             if name.endswith(("running_mean", "running_var")):
                 stored.add_(torch.rand(stored.shape, generator=draw))
     return model
+
+
+@pytest.mark.parametrize("kept", [torch.int64, torch.float32], ids=str)
+def test_weights_with_counts_of_batches_fill_the_model_that_they_come_from(kept: torch.dtype) -> None:
+    """A checkpoint keeps all as floats."""
+    model, fresh = stirred(build(settings(RESNET), "classify")), build(settings(RESNET), "classify")
+    weights = {name: t if t.is_floating_point() else t.to(kept) for name, t in model.state_dict().items()}
+    assert any(name.endswith("num_batches_tracked") for name in weights)
+    initialise_with(fresh, weights, {"ours": True})
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in fresh.state_dict().items())
 
 
 def hugging_face(folder: Path) -> dict[str, Any]:

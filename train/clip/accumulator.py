@@ -193,20 +193,7 @@ class NormAccumulator:
         rounding errors are independent. With `defer`, that holds for ordinary micro-batches."""
         for name in self._pieces.keys() - self._measured:  # some use never reached the loss
             self._measure(name)
-        # Small per-record gradients are put side by side, [B, elements of all] for each group, and measured together.
-        in_order = [piece for name in self._group_of if name in self._small for piece in self._pieces[name]]
-        for group, terms in enumerate(self._terms):
-            own = [piece for piece in in_order if isinstance(piece, Dense) and self._group_of[piece.name] == group]
-            if not own:
-                continue
-            joined = torch.cat([flat(piece.value) for piece in own], 1)
-            terms.roots += lengths_of_stretches(joined)
-            start = 0
-            for piece in own:
-                stop = start + piece.elements
-                self._pieces[piece.name] = [Dense(piece.name, joined[:, start:stop].view(piece.value.shape))]
-                self._joined[piece.name] = _Joined(group, joined, start, stop)
-                start = stop
+        self._join_small()
         found = [terms.added(self._none) for terms in self._terms]
         squares, doubts, roundings = (torch.stack(each) for each in zip(*found, strict=True))
         # Comparisons with NaN are false, and an infinite doubt exceeds any norm in range.
@@ -266,6 +253,22 @@ class NormAccumulator:
         for name in list(self._pieces):
             for piece in self._pieces.pop(name):
                 add_in_stretches(piece, weights[self._group_of[name]], sums, self._rows)
+
+    def _join_small(self) -> None:
+        """Puts small per-record gradients side by side, [B, elements of all] for each group, and measures them."""
+        in_order = [piece for name in self._group_of if name in self._small for piece in self._pieces[name]]
+        for group, terms in enumerate(self._terms):
+            own = [piece for piece in in_order if isinstance(piece, Dense) and self._group_of[piece.name] == group]
+            if not own:
+                continue
+            joined = torch.cat([flat(piece.value) for piece in own], 1)
+            terms.roots += lengths_of_stretches(joined)
+            start = 0
+            for piece in own:
+                stop = start + piece.elements
+                self._pieces[piece.name] = [Dense(piece.name, joined[:, start:stop].view(piece.value.shape))]
+                self._joined[piece.name] = _Joined(group, joined, start, stop)
+                start = stop
 
     def _write_spans(self, weights: list[ClipWeights], sums: SpanSums) -> None:
         """The sums of parameters that are used once, as one product or written out; not where records cannot

@@ -167,6 +167,7 @@ class BookKeepingClip:
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums, rule: ClipRule,
         defer: bool,
     ) -> Clipped:  # fmt: skip
+        # A model's tensors are looked through once, and again only where another model or another tensor came.
         if self._held is None or self._held.changed(model):
             self._held = Held.by(model)
         held = self._held
@@ -186,9 +187,11 @@ class BookKeepingClip:
             losses = self._run(model, inputs, tracker)
         with torch.no_grad():
             losses = losses.detach()
+            # A record without a finite loss, and a slot without a record, add exactly nothing. Comparing is false for
+            # NaN, where arithmetic would spread it.
             eligible = present & (losses.abs() < math.inf)
             norms = accumulator.norms(eligible)
-            if self._scale != 1.0:
+            if self._scale != 1.0:  # the backward pass was of scaled losses, so that halves do not underflow
                 norms = norms / self._scale
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
             factors = torch.where(accumulator.keep, rule.group_factors(norms, precise), 0.0)
@@ -209,7 +212,7 @@ class BookKeepingClip:
                 f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out "
                 "reentrant checkpointing"
             )
-        if not self._checked:
+        if not self._checked:  # once: walking a graph takes time
             _refuse_unseen(tracker, losses)
             self._checked = True
         tracker.counting = False

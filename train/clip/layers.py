@@ -198,9 +198,10 @@ def layer_norm(
             scales, shifts = (each.view(records, *shape) for each in normal.sums)
         else:
             scales = shifts = over_tokens(gradient.reshape(records, -1, *shape))
-            if scale is not None:
-                standard = (normal.x - normal.mean).mul_(normal.inverse)
-                scales = standard.mul_(gradient).reshape(records, -1, *shape).sum(1)
+            if scale is not None:  # in the memory of one operand, which is freed before norms are measured
+                products = (normal.x - normal.mean).mul_(normal.inverse).mul_(gradient)
+                scales = products.reshape(records, -1, *shape).sum(1)
+                del products
         if shift is not None:
             pieces += shift.whole(shifts)
         if scale is not None:
@@ -241,8 +242,9 @@ def group_norm(
             (count, _), within = gradient.shape[:2], (len(gradient), num_groups, -1)
             scales = shifts = gradient.reshape(count, channels, -1).sum(2)
             if scale is not None:
-                standard = (normal.x.reshape(within) - normal.mean.unsqueeze(2)).mul_(normal.inverse.unsqueeze(2))
-                scales = standard.mul_(gradient.reshape(within)).view(count, channels, -1).sum(2)
+                products = (normal.x.reshape(within) - normal.mean.unsqueeze(2)).mul_(normal.inverse.unsqueeze(2))
+                scales = products.mul_(gradient.reshape(within)).view(count, channels, -1).sum(2)
+                del products
         if shift is not None:
             pieces += shift.whole(over_tokens(shifts.view(tracker.records, -1, channels)))
         if scale is not None:

@@ -166,11 +166,7 @@ class FSDP2Engine:
         self.shapes = forward.shapes
         self.partitioned = True
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
-        # Every rank takes the main rank's weights.
-        for tensor in forward.model.state_dict().values():
-            given = tensor.detach().to(ranks.device, copy=True)
-            dist.broadcast(given, src=0)
-            tensor.copy_(given)
+        _same_everywhere(forward.model, ranks)
         before = digests_of(forward.model.state_dict())
         self._mesh = Mesh.of(ranks, shard_over)
         self._units = Units(forward.model, self._mesh.device_mesh)
@@ -315,3 +311,11 @@ class FSDP2Engine:
 
     def close(self) -> None:
         self.discard()
+
+
+def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
+    """Copies the main rank's weights to every rank."""
+    for tensor in model.state_dict().values():
+        given = tensor.detach().to(ranks.device, copy=True)
+        dist.broadcast(given, src=0)
+        tensor.copy_(given)

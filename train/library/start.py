@@ -101,18 +101,7 @@ def started(
             made = _made(made)
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
-    # The tensors that neither proved to be random nor are simple. For a module made beforehand, nothing is proved.
-    found: list[dict[str, Tensor]] = []
-    for seed in SEEDS if not isinstance(model, nn.Module) else ():
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            found.append(_tensors(_made(model)))
-    unknown = {
-        name
-        for name, tensor in _tensors(made).items()
-        if not _simple(tensor)
-        and not (found and all(name in each for each in found) and _drawn(*(each[name] for each in found)))
-    }
+    unknown = _unexplained(model, made)
     weights = None
     if start is not None:
         from murmuration.train.recipe.warm_start import WarmStart  # with all models of ours
@@ -121,6 +110,21 @@ def started(
         unknown -= _fill(made, weights)
     foreign = bool(unknown) or (weights is not None and weights.foreign)
     return Started(made, weights, use="unknown-weights" if foreign else None, unexplained=frozenset(unknown))
+
+
+def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) -> set[str]:
+    """The tensors that neither proved to be random nor are simple. For a module made beforehand, nothing is proved."""
+    found: list[dict[str, Tensor]] = []
+    for seed in SEEDS if not isinstance(model, nn.Module) else ():
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            found.append(_tensors(_made(model)))
+    return {
+        name
+        for name, tensor in _tensors(made).items()
+        if not _simple(tensor)
+        and not (found and all(name in each for each in found) and _drawn(*(each[name] for each in found)))
+    }
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:

@@ -120,6 +120,8 @@ class AESNoise:
         out = np.empty(length, dtype)
         if length == 0:
             return out
+        # Normals come in pairs, each from one block of the cipher, whose counter is the place in the parameter. So an
+        # element has the same number whichever rank holds it, and however shards are cut.
         first, last = start // 2, (start + length - 1) // 2 + 1
         stream = self._keystream(step, parameter, first, last - first)
         scratch = Scratch(min(CHUNK_BLOCKS, last - first))

@@ -128,11 +128,7 @@ def _noise_is_as_planned(
 def _sums_are_exact(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks_per_copy: int, ranks: Ranks) -> float:
     """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
     # Before the update: Rprop moves weights by steps of its own, whatever the learning rate.
-    # What one pass in evaluation mode and two as they are must come to, by parameter.
-    own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
-    with evaluating(engine.model):
-        first, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
-    expected = {name: ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
+    expected = _sum_of_clipped(engine, clip, batch, ranks)
     with evaluating(engine.model):  # a path may be dropped for all records; here each weight gets its gradient
         engine.accumulate(batch)
     started = _when_idle(engine)
@@ -302,6 +298,14 @@ def _streams_differ(drawn: list[Capture], ranks_per_copy: int, ranks: Ranks) -> 
     every = [head for part in first for head in part[0]]
     if len(set(every)) != len(every):
         raise SelfTestError("the same noise was drawn for different elements or steps")
+
+
+def _sum_of_clipped(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks: Ranks) -> dict[str, Tensor]:
+    """What one pass in evaluation mode and two as they are must come to, by parameter. Its totals are freed with it."""
+    own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
+    with evaluating(engine.model):
+        first, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
+    return {name: ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
 
 
 def _sum_is_the_sum(
