@@ -72,6 +72,7 @@ def window_hashes(pixels: np.ndarray) -> np.ndarray:
     stacked = np.concatenate(_projections())
     count = len(stacked) // _LOW
     low = (stacked @ (pixels @ _LUMA) @ stacked.T).reshape(-1, count, _LOW, count, _LOW).swapaxes(2, 3)
+    # Rounded more coarsely than rounding errors: in a flat picture all frequencies but one are 0, on every machine.
     flat = low.reshape(-1, _LOW * _LOW).round(6)
     bits = flat > np.median(flat, axis=1, keepdims=True)
     return np.packbits(bits, axis=1).view(">u8")[:, 0].astype(np.uint64).reshape(-1, WINDOWS)
