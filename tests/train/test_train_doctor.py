@@ -15,7 +15,7 @@ import torch
 
 from murmuration.data.index.folders import build_folder
 from murmuration.train.commands import doctor, doctor_ranks
-from murmuration.train.commands.doctor_ranks import Finding
+from murmuration.train.commands.finding import Finding
 from murmuration.train.distributed.ranks import Ranks
 from tests.support import forking
 from tests.support.evaluation_world import class_folders, class_list, shards

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
 from murmuration.accounting.escaping import printable, sentence
-from murmuration.train.commands.doctor_ranks import FAIL, OK, WARN, Finding
+from murmuration.train.commands.finding import FAIL, OK, WARN, Finding
 
 if TYPE_CHECKING:
     from murmuration.train.commands.doctor_ranks import Facts

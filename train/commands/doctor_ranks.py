@@ -10,29 +10,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.escaping import first_line
+from murmuration.train.commands.finding import FAIL, OK, WARN, Finding
 from murmuration.train.distributed.process import describe_process, quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method, open_to_others
-
-OK, WARN, FAIL = "ok", "warn", "FAIL"
-
-
-@dataclass(frozen=True)
-class Finding:
-    verdict: Literal["ok", "warn", "FAIL"]
-    what: str
-    told: str
-
 
 MEET = timedelta(seconds=120)
 MOST_SKEW = 1.0
