@@ -102,7 +102,7 @@ SETTINGS = {
     "digits": Setting(network, lambda _: digits(8), (1, 8, 8), 128),
     "mnist": Setting(of_opacus_example, lambda _: digits(28), (1, 28, 28), 200),
     "head": Setting(
-        lambda: nn.Linear(1280, 10), stored, (1280,), 5000, epochs=10, rate=0.4, momentum=0.9, norm=4.3, delta=1e-5
+        lambda: nn.Linear(1280, 10), stored, (1280,), 5000, epochs=10, rate=0.5, momentum=0.9, norm=4.3, delta=1e-5
     ),
 }
 
