@@ -96,8 +96,8 @@ class Settings:
             self.computation.compile != "off" or self.computation.clip_engine != "book-keeping"
         ):
             raise PlanError(
-                "gradient_checkpointing needs blocks that the book-keeping clip engine sees and nobody compiles; leave it "
-                "out, or clip_engine and compile at their defaults"
+                "gradient_checkpointing needs blocks that the book-keeping clip engine sees and nobody compiles; leave "
+                "it out, or clip_engine and compile at their defaults"
             )
         mechanisms = self.privacy.mechanisms | ({"exact"} if self.computation.noise == "exact" else set())
         require_together(mechanisms | ({"keep_key"} if self.keep_key else set()))
