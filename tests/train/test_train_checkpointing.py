@@ -23,7 +23,7 @@ from murmuration.train.core import Computation
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.planner.cost import count
 from murmuration.train.self_test.probes import synthetic_batch
-from tests.support import brute_force
+from tests.support import brute_force, zoo
 from tests.support.brute_force import relative_error
 from tests.support.own_module import settings_of
 from tests.support.parity_cases import CASES, two_micro_batches
@@ -155,6 +155,48 @@ def test_a_model_without_blocks_is_refused() -> None:
     clip = BookKeepingClip(ClipRule("flat", 1.0, 0.0), checkpointed=True)
     with pytest.raises(ClipError, match="no list of blocks that could be checkpointed; leave gradient_checkpointing"):
         clip.prepare(nn.Linear(2, 2))
+
+
+class InABlock(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([module])
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.blocks[0](inputs)
+
+
+def clipped_in_a_block(module: nn.Module, checkpointed: bool) -> dict[str, Tensor]:
+    inputs: zoo.Inputs = module.data()  # pyright: ignore[reportCallIssue]
+    present = torch.ones(len(next(iter(inputs.values()))), dtype=torch.bool)
+    clip, model = BookKeepingClip(rule_of("flat", zoo.BOUND), checkpointed=checkpointed), InABlock(module)
+    clip.prepare(model)
+    for _ in range(2):
+        totals, _ = clipped_totals(clip, model, inputs, present)
+    return totals
+
+
+@pytest.mark.parametrize("name", ["weight norm", "orthogonal weight", "bert, padding 0", "t5", "timm swin"])
+def test_weights_that_a_block_computes_have_a_backward_pass_of_their_own(name: str) -> None:
+    """Asked for what the block had saved, it once ran the block again where nothing watched."""
+    totals = []
+    for checkpointed in (False, True):
+        torch.manual_seed(5)
+        totals.append(clipped_in_a_block(zoo.ordinary()[name](), checkpointed))
+    assert all(torch.equal(totals[1][key], tensor) for key, tensor in totals[0].items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        ("hostile", "queue", "computes something else when it runs again"),
+        ("hostile", "global list", "computes something else when it runs again"),
+        ("ordinary", "penalty on the input", "calls torch.func within a layer that is checkpointed"),
+    ],
+)
+def test_what_cannot_run_again_is_refused_in_a_sentence(kind: str, name: str, why: str) -> None:
+    with pytest.raises(ClipError, match=why):
+        clipped_in_a_block(getattr(zoo, kind)()[name](), True)
 
 
 def test_lists_may_share_a_block() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules import module as every_module
+from torch.utils.checkpoint import CheckpointError
 
 from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
@@ -218,8 +219,14 @@ class BookKeepingClip:
         tracker.counting = False
         seed = torch.full_like(losses, self._scale)
         # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be watched.
-        with tracker:
-            _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
+        try:
+            with tracker:
+                _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
+        except CheckpointError as error:
+            raise ClipError(
+                "a checkpointed layer computes something else when it runs again in the backward pass; let forward() "
+                "keep nothing and choose nothing at random, or leave checkpointing out"
+            ) from error
         return losses
 
 

@@ -145,9 +145,19 @@ def _mode() -> OneMicroBatch | None:
 def _below() -> tuple[int, Any]:
     """What sees tensors below vmap, where those of all records lie together: modes of dispatch, and hooks on what
     autograd saves, but for PyTorch's own."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = _hooks()
     ours = hooks is None or getattr(hooks[0], "__module__", "").startswith(KNOWN_HOOKS)
     return torch._C._len_torch_dispatch_stack(), None if ours else hooks
+
+
+def _hooks() -> Any:
+    """What is called of each tensor that autograd saves, and when it asks for it again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def in_checkpoint() -> bool:
+    """Whether a layer runs of which autograd saves nothing, because it will run again."""
+    return (hooks := _hooks()) is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _more_below(before: tuple[int, Any]) -> bool:

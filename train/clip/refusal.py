@@ -82,6 +82,10 @@ OBJECTIONS = [
         "use torch.func.grad of a function of a record's tensors",
     ),
     Objection(
+        "support saved tensor hooks", "calls torch.func within a layer that is checkpointed",
+        "leave checkpointing out",
+    ),
+    Objection(
         "TransformType.Vmap", "calls code that compiles itself (flex_attention)",
         "use scaled_dot_product_attention, or run it uncompiled",
     ),

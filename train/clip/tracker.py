@@ -9,7 +9,7 @@ has a rule is called with the tensors of all records, and a parameter used in an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard
 from weakref import ref
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from murmuration.train.clip.functions import PerRecord
-from murmuration.train.clip.isolated import OneMicroBatch, directly, enter, is_of_records, leave, outside
+from murmuration.train.clip.isolated import OneMicroBatch, directly, enter, in_checkpoint, is_of_records, leave, outside
 from murmuration.train.clip.per_record import (
     Dense,
     OuterProduct,
@@ -184,9 +184,7 @@ class ParameterTracker(OneMicroBatch):
         self.parameters = parameters
         self._sources: dict[int, TrackedTensor] = {}
         self._copies: dict[int, Tensor] = {}
-        # Where an engine reclaims a parameter's memory after use, autograd must save a copy of it.
-        lent = any(getattr(p, "lent", False) for p in parameters.values())
-        self._kept = saved_tensors_hooks(_copy, lambda x: x) if lent else nullcontext()
+        self._lent = any(getattr(p, "lent", False) for p in parameters.values())
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         rule = self._layers.get(func)
@@ -285,7 +283,7 @@ class ParameterTracker(OneMicroBatch):
         if not known:
             return func(*args, **kwargs)
         first, name = known[0], _name(func)
-        with self._kept:
+        with self._kept():
             out = func(*swapped(args, self._leaf), **swapped(kwargs, self._leaf))
         again = None
         if len(known) == 1 and name in REPEATED:
@@ -304,6 +302,14 @@ class ParameterTracker(OneMicroBatch):
                 rows = first.standardised if kept else None
                 self._sources[id(tensor)] = TrackedTensor(tensor, leaves, view, rows, again)
         return out
+
+    def _kept(self) -> AbstractContextManager[object]:
+        """Of what is made of weights, as autograd saves it."""
+        # Where an engine reclaims a parameter's memory after use, it must be a copy.
+        if self._lent:
+            return saved_tensors_hooks(_copy, lambda x: x)
+        # A backward pass to the weights is one of its own, in which a checkpointed layer would run again unwatched.
+        return saved_tensors_hooks(Tensor.detach, lambda x: x) if in_checkpoint() else nullcontext()
 
     def standardised(self, made: Tensor, name: str, by: Standardisation, gain: TrackedTensor | None) -> None:
         """Says of a computed tensor how its rows were made."""
