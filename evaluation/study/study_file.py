@@ -151,9 +151,10 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
     for holder in (raw, *arms):
         if isinstance(holder.get("config"), str):
             holder["config"] = str(folder / holder["config"])
-        at = holder.get("at") if isinstance(holder.get("at"), dict) else {}
-        for changed in (holder.get("set"), *at.values()):
-            for key, value in list(changed.items()) if isinstance(changed, dict) else []:
+        at: Any = holder.get("at") if isinstance(holder.get("at"), dict) else {}
+        changes: list[Any] = [each for each in (holder.get("set"), *at.values()) if isinstance(each, dict)]
+        for changed in changes:
+            for key, value in list(changed.items()):
                 last = key.rpartition(".")[2]
                 if last in PATH_KEYS and is_local(last, value):
                     changed[key] = str(folder / value)
