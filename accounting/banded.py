@@ -164,25 +164,11 @@ def best_banded(bands: int, horizon: int) -> BandedNoise:
         raise PlanError(f"banded noise takes 2 to {MOST_BANDS} bands, not {bands}")
     if bands > horizon:
         raise PlanError(f"banded noise of {bands} bands needs at least as many steps and horizon, not {horizon}")
-    factor = np.linalg.inv(_lower_root(_best_gram(bands, -(-horizon // bands))))
-    scale = 1.0
-    while True:
-        scale *= 1 + MARGIN
-        rows = [[float(f"{scale * entry:.{DIGITS - 1}e}") for entry in factor[at, : at + 1]] for at in range(bands)]
-        try:
-            return BandedNoise(tuple(tuple(row) for row in rows), horizon)
-        except PlanError:
-            if scale > 1.01:
-                raise
-
-
-def _best_gram(bands: int, blocks: int) -> Array:
-    """X = MᵀM with a diagonal of ones, for which the accumulated noise of that many blocks is least.
-
-    That noise is tr(V·X⁻¹), where V weighs each place of a block by how often its prefix sum occurs: convex in X. At
-    its minimum V = X·diag(v)·X for multipliers v > 0, so that X follows from v by a matrix root; v is enlarged where
-    the diagonal of X is above 1 (Denisov et al., arXiv 2202.08312).
-    """
+    # Sought is X = MᵀM with a diagonal of ones, for which the accumulated noise of that many blocks is least. That
+    # noise is tr(V·X⁻¹), where V weighs each place of a block by how often its prefix sum occurs: convex in X. At its
+    # minimum V = X·diag(v)·X for multipliers v > 0, so that X follows from v by a matrix root; v is enlarged where the
+    # diagonal of X is above 1 (Denisov et al., arXiv 2202.08312).
+    blocks = -(-horizon // bands)
     prefix = np.tril(np.ones((bands, bands)))
     occurs = np.full(bands, float(blocks))
     occurs[-1] += bands * blocks * (blocks - 1) / 2  # the whole block is in all prefix sums of later blocks
@@ -197,14 +183,21 @@ def _best_gram(bands: int, blocks: int) -> Array:
             break
         multipliers = multipliers * diagonal**2
     length = np.sqrt(np.diag(gram))
-    return gram / length[:, None] / length
+    gram = gram / length[:, None] / length
+    # The lower triangular M with MᵀM = gram: a Cholesky root from the last row up.
+    root = np.asarray(np.linalg.cholesky(gram[::-1, ::-1]).T[::-1, ::-1], np.float64)
+    factor = np.linalg.inv(root)
+    scale = 1.0
+    while True:
+        scale *= 1 + MARGIN
+        rows = [[float(f"{scale * entry:.{DIGITS - 1}e}") for entry in factor[at, : at + 1]] for at in range(bands)]
+        try:
+            return BandedNoise(tuple(tuple(row) for row in rows), horizon)
+        except PlanError:
+            if scale > 1.01:
+                raise
 
 
 def _root(symmetric: Array) -> Array:
     values, vectors = np.linalg.eigh(symmetric)
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
-
-
-def _lower_root(gram: Array) -> Array:
-    """The lower triangular M with MᵀM = `gram`: a Cholesky root from the last row up."""
-    return np.asarray(np.linalg.cholesky(gram[::-1, ::-1]).T[::-1, ::-1], np.float64)

@@ -6,7 +6,11 @@ verdict on the screen, and Markdown or HTML could write one into a certificate.
 
 from __future__ import annotations
 
+import html
+import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Entities where a backslash helps in some dialects of Markdown only; the rest is escaped as all dialects do.
@@ -54,3 +58,39 @@ def markdown_text(text: str) -> str:
     """Markdown that shows exactly this line of text: no markup, no link, no HTML, no further table cell."""
     marked = INLINE.sub(lambda found: ENTITY.get(found[0], f"\\{found[0]}"), printable(text).strip())
     return AT_START.sub(r"\1\\\2", marked)
+
+
+# Pages from Jinja templates, which lie beside the modules that fill them in.
+#
+# Everything that a template prints is escaped for the page's language, because names come from anyone's files. Values
+# that are markup themselves, such as a drawing, are marked as such in the template (`| safe`).
+
+
+def html_page(template: Path, **values: Any) -> str:
+    # Escaped by the standard library: Jinja writes quotation marks as other entities.
+    return _filled(template, values, lambda text: html.escape(text))
+
+
+def markdown_page(template: Path, **values: Any) -> str:
+    return _filled(template, values, markdown_text)
+
+
+def json_text(template: Path, **values: Any) -> str:
+    """Every value is printed as JSON."""
+    return _filled(template, values, json.dumps, str_first=False)
+
+
+def _filled(
+    template: Path, values: dict[str, Any], escape: Callable[[Any], str], str_first: bool = True
+) -> str:  # fmt: skip
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not above: few commands write a page
+    from markupsafe import Markup
+
+    def printed(value: Any) -> Markup:
+        return value if isinstance(value, Markup) else Markup(escape(str(value) if str_first else value))
+
+    pages = Environment(
+        autoescape=True, finalize=printed, undefined=StrictUndefined, loader=FileSystemLoader(template.parent),
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return pages.get_template(template.name).render(values)

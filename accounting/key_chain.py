@@ -65,7 +65,9 @@ class KeyChain:
                 key = self._link(step).key(purpose)
                 self._guard(key)
                 self._keys[step, purpose] = key
-                self._tidy(step)
+                # However rarely a run is saved, only what nearby steps need is kept; the rest follows
+                # from the first link.
+                self._drop(lambda other: other != self._first and abs(other - step) > self._nearby)
             return self._keys[step, purpose]
 
     def forget(self, done: int) -> None:
@@ -98,10 +100,6 @@ class KeyChain:
         if link.step not in self._states:
             self._states[link.step] = state = bytearray(link.state)
             self._guard(state)
-
-    def _tidy(self, step: int) -> None:
-        """However rarely a run is saved, only what nearby steps need is kept; the rest follows from the first link."""
-        self._drop(lambda other: other != self._first and abs(other - step) > self._nearby)
 
     def _drop(self, condition: Callable[[int], bool]) -> None:
         for step in [each for each in self._states if condition(each)]:

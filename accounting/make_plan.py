@@ -12,14 +12,17 @@ from typing import Any
 
 from murmuration.accounting.adaptive import SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
-from murmuration.accounting.epsilon.calibrate import MOST_STEPS, calibrate_sigma, calibrate_steps, enlarged
+from murmuration.accounting.epsilon.accountant import epsilon, round_up
+from murmuration.accounting.epsilon.calibrate import MOST_STEPS, calibrate_sigma, enlarged
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
-from murmuration.accounting.plan import MECHANISMS, AnyNoise, PrivacyPlan, parse_delta, require_together
+from murmuration.accounting.plan import MECHANISMS, AnyNoise, PrivacyPlan, StandIn, parse_delta, require_together
 from murmuration.accounting.sampling import SamplingKind, make_sampling
-from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
+
+LEAST_SIGMA = 0.1
+"""Below it, accounting takes minutes and its answers are in the hundreds."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,6 @@ def steps_of_passes(passes: float, records: int, batch: float) -> float:
     return steps
 
 
-def most_steps(request: PlanRequest) -> int:
-    """How many steps the budget lasts for at the request's noise multiplier, whatever its own `steps` are."""
-    one_turn = make_plan(replace(request, steps=request.bands))
-    return request.bands * calibrate_steps(one_turn.event(), one_turn.epsilon_budget, one_turn.delta)
-
-
 def _noise(request: PlanRequest, known: PrivacyPlan | None) -> AnyNoise:
     if request.bands == 1:
         return ExactGrid() if request.exact else IndependentNoise()
@@ -155,3 +152,22 @@ def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> f
     if left <= 0:
         raise PlanError(f"the released metrics alone need more than the budget; their noise must exceed {together:g}")
     return math.ceil(left**-0.5 * 1e5) / 1e5
+
+
+def stand_in(plan: PrivacyPlan, scale: float) -> PrivacyPlan:
+    """The plan of a cheap run that trains like an expensive one, since σ / batch is the same: TAN (Sander et al. 2022).
+
+    Batch and noise multiplier are divided by the same number; learning rate and steps stay. The noise on each step's
+    mean is the planned one, at a fraction of the cost. The promise is not: the ε of the cheap run is far larger; its
+    plan, its ledger and its certificate state that ε, and the run is marked NOT PRIVATE at the ε that it stands for.
+    Its budget is what it will have spent at its last step.
+    """
+    sigma, batch = plan.noise_multiplier / scale, plan.divisor / scale
+    if sigma < LEAST_SIGMA:
+        most = math.floor(plan.noise_multiplier / LEAST_SIGMA * 100) / 100
+        raise PlanError(f"tan.scale = {scale:g} makes the noise multiplier {sigma:.3g}; use at most {most:g}")
+    if batch < 1:
+        raise PlanError(f"tan.scale = {scale:g} makes the expected batch {batch:.3g}; use at most {plan.divisor:g}")
+    cheap = replace(plan, sampling=plan.sampling.with_batch(plan.records, batch), noise_multiplier=sigma)
+    spent = epsilon([cheap.event()], plan.delta)
+    return replace(cheap, epsilon_budget=round_up(spent), stands_for=StandIn(plan.epsilon_budget, scale))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # help texts are shown without it
     from pydantic import ConfigDict, TypeAdapter
+import contextlib
+from pathlib import Path
 
 MOST_DEPTH = 100
 SMALLEST, LARGEST = -(2**63), 2**64 - 1
@@ -127,3 +129,18 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+def whole_lines(log: Path) -> list[dict[str, Any]]:
+    """The entries of a log of JSON lines, without lines cut short by a kill; none if the log does not exist."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)  # not the strict parser: a loss may be NaN
+            if isinstance(entry, dict):
+                found.append(entry)
+    return found

@@ -42,7 +42,7 @@ from murmuration.data.batch.reader import BatchReader, DataSpec  # noqa: E402
 from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source  # noqa: E402
 from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from murmuration.data.decode.augment import choose_view  # noqa: E402
-from murmuration.data.decode.picture import PictureMaker  # noqa: E402
+from murmuration.data.decode.record import PictureMaker  # noqa: E402
 from murmuration.data.draw.poisson import LANES, Draw, PoissonSampler  # noqa: E402
 from murmuration.data.index.shard_index import ShardIndex, build  # noqa: E402
 

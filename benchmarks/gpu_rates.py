@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.gpu import pretended  # noqa: E402
 from tests.gpu.kinds import UNALIGNED  # noqa: E402
-from tests.gpu.prices import ASSUMED, RATES, Kernel, Rates  # noqa: E402
+from tests.gpu.prices import ASSUMED, RATES, Kernel, Rates, in_lines  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SIDES = ("plain", "private")
@@ -300,7 +300,7 @@ def main() -> None:
     found |= {"kinds": kinds(of, rates), "by_the_clock": by_the_clock(rates), "assumed": ASSUMED}
     print(report(found))
     if write:
-        RATES.write_text(json.dumps(found, indent=1) + "\n")
+        RATES.write_text(in_lines(found))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.core import Computation, kept_of_record
-from murmuration.train.distributed.memory import reuse_freed_memory
+from murmuration.train.distributed.process import reuse_freed_memory
 from murmuration.train.planner.rows import FIXED, OF_WEIGHTS
 from murmuration.train.self_test.probes import SyntheticRecords
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from murmuration.accounting.json_lines import whole_lines  # noqa: E402
+from murmuration.accounting.strict_json import whole_lines  # noqa: E402
 from murmuration.train.commands.forecast import measured_noise_rate  # noqa: E402
 from murmuration.train.config.root import Config  # noqa: E402
 from murmuration.train.distributed.process import quiet_libraries  # noqa: E402

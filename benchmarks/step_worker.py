@@ -33,8 +33,7 @@ from murmuration.model.build import build  # noqa: E402
 from murmuration.model.settings import ModelSettings, Shape  # noqa: E402
 from murmuration.train.clip.rule import ClipRule  # noqa: E402
 from murmuration.train.commands.exit_codes import leave  # noqa: E402
-from murmuration.train.config.optimizer import Optimizer  # noqa: E402
-from murmuration.train.config.zero_optimization import ZeroOptimization  # noqa: E402
+from murmuration.train.config.optimizer import Optimizer, ZeroOptimization  # noqa: E402
 from murmuration.train.core import Computation, clipping_engine  # noqa: E402
 from murmuration.train.distributed.ranks import Ranks  # noqa: E402
 from murmuration.train.distributed.shards import Fragment  # noqa: E402

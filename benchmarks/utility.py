@@ -94,7 +94,7 @@ def by_opacus(data: Path, folder: Path, seed: int, steps: int) -> dict[str, floa
 
     from murmuration.model.build import build
     from murmuration.train.config.root import Config
-    from murmuration.train.optim.schedule import learning_rate
+    from murmuration.train.optim.rates import learning_rate
 
     settings = Config.model_validate(config(data, folder, seed, steps))
     shape, phase = settings.model.resolved(), settings.phases[0]

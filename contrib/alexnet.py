@@ -28,7 +28,10 @@ class AlexNet(LibraryClassifier):
 
 def read_alexnet(state: Mapping[str, Tensor], side: int | None) -> tuple[AlexNet, LoadReport] | None:
     """The model, if the tensors are AlexNet's."""
-    state = _unwrapped(state)
+    # Without the names that DataParallel adds around the whole model, or, as torchvision's own training does, around
+    # its convolutions.
+    outer = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    state = {name.replace("features.module.", "features.", 1): tensor for name, tensor in outer.items()}
     if not _is_alexnet(state):
         return None
     from torchvision.models import alexnet
@@ -38,13 +41,6 @@ def read_alexnet(state: Mapping[str, Tensor], side: int | None) -> tuple[AlexNet
     report = LoadReport("torchvision's AlexNet")
     filled(net, state, (LAST,), report)
     return AlexNet(net, Named.of("torchvision", "alexnet", {}), side or SIDE), report
-
-
-def _unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the names that DataParallel adds around the whole model, or, as torchvision's own training does, around
-    its convolutions."""
-    outer = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    return {name.replace("features.module.", "features.", 1): tensor for name, tensor in outer.items()}
 
 
 def _is_alexnet(state: Mapping[str, Tensor]) -> bool:

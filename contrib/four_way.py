@@ -29,8 +29,7 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded, joined, leave
+from murmuration.train.commands.exit_codes import FROM_THE_START, add_config, complain, guarded, joined, leave
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.core import Computation, clipping_engine
@@ -41,7 +40,7 @@ from murmuration.train.engines.forward import PlainForward, PrivateForward
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.optim.rates import learning_rate
 from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.public.evaluation import public_loss
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, prepare
@@ -122,7 +121,11 @@ def run_study(
     require_public(phase)
     require_start(config, phase)
     outcome = Outcome(phase.name, study, float(phase.settings.batch or 1))
-    public = _measured_on(phase, study, ranks, config.micro_batch)
+    # Held-out records if the phase has some, otherwise the first ones it trains on; never augmented.
+    index = phase.held_out or phase.index
+    reader = BatchReader(index, phase.data_spec(augment=False), phase.text, mask_key=b"m" * 32)
+    rows = slots(np.arange(min(study.records, index.records)), ranks.rank, ranks.world, config.micro_batch)
+    public = list(iterate(reader, rows, 0))
     for variant in VARIANTS:
         for rate in study.rates:
             curve = _one(config, phase, study, variant, rate, public, ranks, make)
@@ -204,14 +207,6 @@ def _one(
     finally:
         engine.close()
     return Curve(variant.name, rate, losses, sum(ranks.gather(factors)) / max(1, ranks.sum(seen)))
-
-
-def _measured_on(phase: ReadyPhase, study: Study, ranks: Ranks, micro_batch: int) -> list[MicroBatch]:
-    """Held-out records if the phase has some, otherwise the first ones it trains on; never augmented."""
-    index = phase.held_out or phase.index
-    reader = BatchReader(index, phase.data_spec(augment=False), phase.text, mask_key=b"m" * 32)
-    rows = slots(np.arange(min(study.records, index.records)), ranks.rank, ranks.world, micro_batch)
-    return list(iterate(reader, rows, 0))
 
 
 def _loss(batches: list[MicroBatch], engine: Engine, ranks: Ranks) -> float:

@@ -40,8 +40,10 @@ def _run(request: Request, sharing: Sharing, device: torch.device) -> str:
     workers = sharing.workers() if arguments.workers is None else arguments.workers
     classes = ClassList.read(arguments.classes) if getattr(arguments, "classes", None) else None
     records = sharing.main_first(lambda: _opened(request, classes, sharing.main))
-    sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size)
-    opened = partial(open_model, sizes=sizes, pixels=request.pixels, readers=request.readers())
+    sizes = Sizes(arguments.heads, arguments.decoder_heads, arguments.image_size, getattr(arguments, "length", None))
+    opened = partial(
+        open_model, sizes=sizes, pixels=request.pixels, readers=request.readers(), texts=request.protocol.texts
+    )
     model = opened(subject, headless=request.protocol.learns)
     model.model.to(device)
     computing = Computing(device, arguments.precision, arguments.micro_batch, workers)

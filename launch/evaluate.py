@@ -183,12 +183,16 @@ def _view_of(arguments: argparse.Namespace) -> Augment:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from murmuration.evaluation.session.compare import different_records, lines_of, plot, table
+    from murmuration.evaluation.session.compare import lines_of, plot, table
 
     lines = lines_of(arguments.results)
     print(table(lines))
-    for protocol in different_records(lines):
-        print(f"note: the results of {protocol} were measured on different records, and do not compare")
+    seen: dict[str, set[str]] = {}
+    for line in lines:
+        seen.setdefault(line.protocol, set()).add(line.records)
+    for protocol, records in seen.items():
+        if len(records) > 1:
+            print(f"note: the results of {protocol} were measured on different records, and do not compare")
     if arguments.plot is not None:
         plot(lines, arguments.plot, arguments.by)
         print(arguments.plot)

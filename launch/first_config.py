@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.errors import AccountingError
+from murmuration.accounting.escaping import json_text
 from murmuration.accounting.make_plan import PlanRequest, make_plan
-from murmuration.accounting.template import json_text
 from murmuration.accounting.unit import SINGLE, noun
 from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.index.census import CAPTION

@@ -19,7 +19,6 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
@@ -37,9 +36,53 @@ def main(argv: list[str] | None = None) -> int:
     names = parser.add_subparsers(required=True)
     for command in (prepare_demo, prepare_index, prepare_pack):
         command.declare(names)
-    _declare_check(names)
-    _declare_synthetic(names)
-    _declare_split(names)
+    check = names.add_parser(
+        "check", help="look at the records of a config as the trainer sees them", description=CHECK,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    check.set_defaults(run=_check)
+    check.add_argument("--config", type=Path, required=True, help="the config of the training")
+    check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
+    check.add_argument("--phase", metavar="NAME", help="this phase alone (default: all that have records)")
+    check.add_argument(
+        "--records", type=_count, default=RECORDS, metavar="K",
+        help=f"records of each phase on the page (default {RECORDS}; 0: no page)",
+    )  # fmt: skip
+    check.add_argument("--out", type=Path, help="the page (default: NAME-check.html for NAME.json, in this folder)")
+    looked = check.add_mutually_exclusive_group()
+    looked.add_argument(
+        "--sample", type=_count, default=SAMPLE, metavar="N",
+        help=f"records of each phase to look at (default {SAMPLE})",
+    )  # fmt: skip
+    looked.add_argument("--all", action="store_true", help="look at all records")
+    check.add_argument("--workers", type=_count, help="decoding processes (default: one per core but one; 0: none)")
+    synthetic = names.add_parser(
+        "synthetic", help="make pictures by rule", description=SYNTHETIC,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    synthetic.set_defaults(run=_synthetic)
+    synthetic.add_argument("--kind", choices=KINDS, default="mixed", help="`shapes` have captions, the others none")
+    synthetic.add_argument("--records", type=int, required=True, help="how many pictures")
+    synthetic.add_argument("--size", type=int, default=224, help="side of the square pictures, in pixels")
+    synthetic.add_argument("--seed", type=int, default=1, help="another seed gives other pictures")
+    synthetic.add_argument("--per-shard", type=int, default=1000, help="records in one tar file")
+    synthetic.add_argument("--out", type=Path, required=True, help="folder to make")
+    synthetic.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)),
+        help="processes (default: one per core)",
+    )  # fmt: skip
+    synthetic.add_argument("--device", default="cpu", help="cpu, or cuda to make them on a GPU in one process")
+    split = names.add_parser(
+        "split", help="freeze which share of a set is public", description=SPLIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    split.set_defaults(run=_split)
+    split.add_argument("index", type=Path, help="index, or the folder that it belongs to")
+    split.add_argument(
+        "--unit", metavar="NAME", help="cut between these units (default: those that the index knows), or 'record'"
+    )
+    split.add_argument("--registry", metavar="FOLDER", help="write it there, too: what configs name as run.registry")
+    split.add_argument("--public-fraction", type=float, required=True, help="share of them, between 0 and 1")
     arguments = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of folders need not be text
@@ -85,27 +128,6 @@ records. Records that a run has protected as a whole cannot be split any more.
 """
 
 
-def _declare_check(commands: Any) -> None:
-    check = commands.add_parser("check", help="look at the records of a config as the trainer sees them",
-                                description=CHECK, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    check.set_defaults(run=_check)
-    check.add_argument("--config", type=Path, required=True, help="the config of the training")
-    check.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
-    check.add_argument("--phase", metavar="NAME", help="this phase alone (default: all that have records)")
-    check.add_argument(
-        "--records", type=_count, default=RECORDS, metavar="K",
-        help=f"records of each phase on the page (default {RECORDS}; 0: no page)",
-    )  # fmt: skip
-    check.add_argument("--out", type=Path, help="the page (default: NAME-check.html for NAME.json, in this folder)")
-    looked = check.add_mutually_exclusive_group()
-    looked.add_argument(
-        "--sample", type=_count, default=SAMPLE, metavar="N",
-        help=f"records of each phase to look at (default {SAMPLE})",
-    )  # fmt: skip
-    looked.add_argument("--all", action="store_true", help="look at all records")
-    check.add_argument("--workers", type=_count, help="decoding processes (default: one per core but one; 0: none)")
-
-
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
@@ -122,23 +144,6 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _declare_synthetic(commands: Any) -> None:
-    synthetic = commands.add_parser("synthetic", help="make pictures by rule", description=SYNTHETIC,
-                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    synthetic.set_defaults(run=_synthetic)
-    synthetic.add_argument("--kind", choices=KINDS, default="mixed", help="`shapes` have captions, the others none")
-    synthetic.add_argument("--records", type=int, required=True, help="how many pictures")
-    synthetic.add_argument("--size", type=int, default=224, help="side of the square pictures, in pixels")
-    synthetic.add_argument("--seed", type=int, default=1, help="another seed gives other pictures")
-    synthetic.add_argument("--per-shard", type=int, default=1000, help="records in one tar file")
-    synthetic.add_argument("--out", type=Path, required=True, help="folder to make")
-    synthetic.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)),
-        help="processes (default: one per core)",
-    )  # fmt: skip
-    synthetic.add_argument("--device", default="cpu", help="cpu, or cuda to make them on a GPU in one process")
-
-
 def _synthetic(arguments: argparse.Namespace) -> int:
     from murmuration.data.synthetic.write import Request, make
 
@@ -150,18 +155,6 @@ def _synthetic(arguments: argparse.Namespace) -> int:
     print(f"{index.records} records in {len(index.shards)} shards, index in {index.folder}")
     print(f"manifest {index.manifest_digest}")
     return 0
-
-
-def _declare_split(commands: Any) -> None:
-    split = commands.add_parser("split", help="freeze which share of a set is public", description=SPLIT,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    split.set_defaults(run=_split)
-    split.add_argument("index", type=Path, help="index, or the folder that it belongs to")
-    split.add_argument(
-        "--unit", metavar="NAME", help="cut between these units (default: those that the index knows), or 'record'"
-    )
-    split.add_argument("--registry", metavar="FOLDER", help="write it there, too: what configs name as run.registry")
-    split.add_argument("--public-fraction", type=float, required=True, help="share of them, between 0 and 1")
 
 
 def _split(arguments: argparse.Namespace) -> int:

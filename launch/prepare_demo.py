@@ -120,7 +120,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _is_missing(target: Path, wanted: _Set, *, force: bool) -> bool:
     """Whether the set is to be made; data that only `--force` may replace are refused before anything is drawn."""
-    found = _receipt(target)
+    from murmuration.data.store.index_files import read_json
+
+    try:
+        found = read_json(target / _RECEIPT)
+        found = found if isinstance(found, dict) else None
+    except (OSError, ValueError):
+        found = None
     if found == wanted.request and _intact(target, wanted.records):
         print(f"{target.name}: {wanted.records} records are there already")
         return False
@@ -177,16 +183,6 @@ def _finish(made: Path, target: Path, wanted: _Set) -> None:
         shutil.rmtree(replaced)
     else:
         made.rename(target)
-
-
-def _receipt(folder: Path) -> dict[str, Any] | None:
-    from murmuration.data.store.index_files import read_json
-
-    try:
-        found = read_json(folder / _RECEIPT)
-        return found if isinstance(found, dict) else None
-    except (OSError, ValueError):
-        return None
 
 
 def _intact(folder: Path, records: int) -> bool:

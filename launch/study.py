@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     from murmuration.evaluation.study.train_runs import Forked, Launched, train_all
 
     jobs = arguments.jobs or (1 if arguments.launcher or has_gpu() else len(os.sched_getaffinity(0)))
-    start = partial(Launched, arguments.launcher) if arguments.launcher else partial(Forked, threads_for(jobs))
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    start = partial(Launched, arguments.launcher) if arguments.launcher else partial(Forked, threads)
     ended = train_all(study, runs, folder, start, jobs, partial(print, flush=True))
     found = outcome_of(study, runs, ended, folder)
     write(study, found, out)
@@ -81,10 +82,6 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def threads_for(jobs: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // jobs)
 
 
 if __name__ == "__main__":

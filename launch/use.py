@@ -46,39 +46,35 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     try:
-        return _use(arguments)
+        from murmuration.evaluation.errors import EvaluationError
+        from murmuration.evaluation.models.subject import Subject
+
+        if arguments.features is not None and arguments.features.suffix not in FEATURES:
+            raise EvaluationError(f"--features {arguments.features}: end the name with {' or '.join(FEATURES)}")
+        if arguments.beam < 1:
+            raise EvaluationError(f"--beam {arguments.beam} searches nothing; give 1 or more")
+        Subject.at(arguments.what, best=arguments.best)  # a wrong path is answered before torch is imported
+        names = _names(arguments)
+        from murmuration.evaluation.models.load import load
+        from murmuration.evaluation.use import PredictionOptions, pictures_in, say, write_features, write_page
+
+        pictures = pictures_in(arguments.pictures)
+        model = load(arguments.what, best=arguments.best)
+        wanted = PredictionOptions(arguments.beam, names, arguments.template)
+        said = say(model, pictures, wanted, arguments.features is not None, arguments.page is not None)
+        for name, why in said.bad.items():
+            print(printable(f"{name} was skipped: {why}"), file=sys.stderr)
+        if not said.rows:
+            raise EvaluationError(f"none of the {len(pictures)} pictures can be read; name others")
+        if arguments.features is not None:
+            write_features(said, arguments.features)
+        if arguments.page is not None:
+            write_page(model, said, arguments.page)
+        print(json.dumps(said.as_dict(), indent=2) if arguments.json else said.table())
+        return DONE
     except (RunError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, RunError) else BAD_INPUT
-
-
-def _use(arguments: argparse.Namespace) -> int:
-    from murmuration.evaluation.errors import EvaluationError
-    from murmuration.evaluation.models.subject import Subject
-
-    if arguments.features is not None and arguments.features.suffix not in FEATURES:
-        raise EvaluationError(f"--features {arguments.features}: end the name with {' or '.join(FEATURES)}")
-    if arguments.beam < 1:
-        raise EvaluationError(f"--beam {arguments.beam} searches nothing; give 1 or more")
-    Subject.at(arguments.what, best=arguments.best)  # a wrong path is answered before torch is imported
-    names = _names(arguments)
-    from murmuration.evaluation.models.load import load
-    from murmuration.evaluation.use import PredictionOptions, pictures_in, say, write_features, write_page
-
-    pictures = pictures_in(arguments.pictures)
-    model = load(arguments.what, best=arguments.best)
-    wanted = PredictionOptions(arguments.beam, names, arguments.template)
-    said = say(model, pictures, wanted, arguments.features is not None, arguments.page is not None)
-    for name, why in said.bad.items():
-        print(printable(f"{name} was skipped: {why}"), file=sys.stderr)
-    if not said.rows:
-        raise EvaluationError(f"none of the {len(pictures)} pictures can be read; name others")
-    if arguments.features is not None:
-        write_features(said, arguments.features)
-    if arguments.page is not None:
-        write_page(model, said, arguments.page)
-    print(json.dumps(said.as_dict(), indent=2) if arguments.json else said.table())
-    return DONE
 
 
 def _names(arguments: argparse.Namespace) -> tuple[str, ...]:

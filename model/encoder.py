@@ -112,19 +112,16 @@ class Encoder(nn.Module):
     def _embed(self, images: Tensor, kept: Tensor | None) -> Tensor:
         check_images(images, self.shape.image_size)
         if self.shape.positions == "learned":
-            return self._embed_learned(images)
+            # All patches that fit: a remainder at the right and bottom is left out, as by a convolution.
+            side = self.shape.grid * self.shape.patch_size
+            x = self.patch_embed(images[..., :side, :side])
+            return torch.cat([self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1) + self.pos_embed
         x = self.patch_embed(images, kept)
         positions = self.pos_embed[:, 1:]
         x = x + (positions if kept is None else positions[0][kept])
         # The class token's row is zero in our tables, but not in published weights whose tables were trained.
         first = self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype) + self.pos_embed[:, :1]
         return torch.cat([first, x], dim=1)
-
-    def _embed_learned(self, images: Tensor) -> Tensor:
-        """Embed all patches that fit: a remainder at the right and bottom is left out, as by a convolution."""
-        side = self.shape.grid * self.shape.patch_size
-        x = self.patch_embed(images[..., :side, :side])
-        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1) + self.pos_embed
 
     def tokens(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
         """[B, 1 + patches (or kept), width], after the last norm; `kept` [B, K] are patch numbers."""

@@ -70,10 +70,37 @@ def fill_start(model: nn.Module, pieces: WeightEntries, account: LoadReport) -> 
     counts = model.state_dict().keys() - own.keys()  # checkpoints keep them as floats
     pieces = {name: piece for name, piece in pieces.items() if name not in counts}
     pieces = _zero_biases(_type_token(pieces, own), own)
-    _check_body_names(body, own, pieces, account)
+    if lacking := [name for name in body if name not in pieces]:
+        raise WeightsError(
+            f"{account.source} has nothing for {lacking[0]}{_more(lacking)} of the model's encoder; set model.depth "
+            f"and the family to the file's."
+        )
+    if extra := [name for name in pieces if name.startswith(ENCODER_PREFIXES) and name not in own]:
+        mend = "set model.qkv_bias to true" if extra[0].endswith("qkv.bias") else "set model.depth to the file's"
+        raise WeightsError(
+            f"{account.source} has {pieces[extra[0]].keys[0]}{_more(extra)}, which the model's encoder lacks; {mend}."
+        )
     pieces = {name: _fitted(name, piece, own[name]) if name in own else piece for name, piece in pieces.items()}
-    _check_body_shapes(body, own, pieces, account)
-    usable = _usable(own, pieces, account)
+    for name in body:
+        if pieces[name].tensor.shape != own[name].shape:
+            raise WeightsError(
+                f"{pieces[name].keys[0]} is {list(pieces[name].tensor.shape)} in {account.source} but "
+                f"{list(own[name].shape)} in the model; set model.width, heads and patch_size to the file's."
+            )
+    # The pieces that fit the model by name and shape; the account says why each of the others does not.
+    usable: WeightEntries = {}
+    for name, piece in pieces.items():
+        if name not in own:
+            account.add(piece.keys[0], "ignored", piece.tensor, "this model has no such part")
+        elif piece.tensor.shape != own[name].shape:
+            why = f"{list(piece.tensor.shape)} in the file; the model's {list(own[name].shape)} stay as initialised"
+            account.add(piece.keys[0], "ignored", piece.tensor, why)
+            account.add(name, "missing", own[name], "not of this shape in the file; as initialised")
+        else:
+            usable[name] = piece
+    for name in own:
+        if name not in pieces:
+            account.add(name, "missing", own[name], "not in the file; as initialised")
     _copy({name: own[name] for name in usable}, usable, account)
 
 
@@ -106,46 +133,6 @@ def _zero_biases(pieces: WeightEntries, own: Mapping[str, Tensor]) -> WeightEntr
                 torch.zeros_like(tensor), (), f"zero: the file's layers have none beside {keys[0]}"
             )
     return pieces
-
-
-def _check_body_names(body: list[str], own: Mapping[str, Tensor], pieces: WeightEntries, account: LoadReport) -> None:
-    if lacking := [name for name in body if name not in pieces]:
-        raise WeightsError(
-            f"{account.source} has nothing for {lacking[0]}{_more(lacking)} of the model's encoder; set model.depth "
-            f"and the family to the file's."
-        )
-    if extra := [name for name in pieces if name.startswith(ENCODER_PREFIXES) and name not in own]:
-        mend = "set model.qkv_bias to true" if extra[0].endswith("qkv.bias") else "set model.depth to the file's"
-        raise WeightsError(
-            f"{account.source} has {pieces[extra[0]].keys[0]}{_more(extra)}, which the model's encoder lacks; {mend}."
-        )
-
-
-def _check_body_shapes(body: list[str], own: Mapping[str, Tensor], pieces: WeightEntries, account: LoadReport) -> None:
-    for name in body:
-        if pieces[name].tensor.shape != own[name].shape:
-            raise WeightsError(
-                f"{pieces[name].keys[0]} is {list(pieces[name].tensor.shape)} in {account.source} but "
-                f"{list(own[name].shape)} in the model; set model.width, heads and patch_size to the file's."
-            )
-
-
-def _usable(own: Mapping[str, Tensor], pieces: WeightEntries, account: LoadReport) -> WeightEntries:
-    """The pieces that fit the model by name and shape; the account says why each of the others does not."""
-    usable: WeightEntries = {}
-    for name, piece in pieces.items():
-        if name not in own:
-            account.add(piece.keys[0], "ignored", piece.tensor, "this model has no such part")
-        elif piece.tensor.shape != own[name].shape:
-            why = f"{list(piece.tensor.shape)} in the file; the model's {list(own[name].shape)} stay as initialised"
-            account.add(piece.keys[0], "ignored", piece.tensor, why)
-            account.add(name, "missing", own[name], "not of this shape in the file; as initialised")
-        else:
-            usable[name] = piece
-    for name in own:
-        if name not in pieces:
-            account.add(name, "missing", own[name], "not in the file; as initialised")
-    return usable
 
 
 def _fitted(name: str, piece: WeightEntry, own: Tensor) -> WeightEntry:

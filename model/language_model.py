@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from murmuration.model.captioner import caption_loss, mean_over
+from murmuration.model.captioner import PAD, mean_over
 from murmuration.model.language_body import LanguageBody
 from murmuration.model.record_weight import Inputs, weighted
 from murmuration.model.settings import Shape
@@ -57,10 +57,15 @@ class LanguageModel(nn.Module):
             x = block(x)
         return body.wte(body.ln_f(x))
 
+    def counted(self, targets: Tensor) -> Tensor:
+        """Which are the text's own."""
+        return targets != PAD
+
     def forward(self, inputs: Inputs) -> Tensor:
         """Per-text losses [B]: next-token cross-entropy, mean over the text's own tokens, in fp32."""
         tokens = inputs["tokens"]
-        return weighted(caption_loss(self.logits(tokens[:, :-1]), tokens[:, 1:]), inputs)
+        targets = tokens[:, 1:]
+        return weighted(mean_over(self.counted(targets), self.logits(tokens[:, :-1]), targets.clamp(min=0)), inputs)
 
 
 class NamedLanguageModel(LanguageModel):
@@ -74,7 +79,5 @@ class NamedLanguageModel(LanguageModel):
     def logits(self, tokens: Tensor) -> Tensor:
         return self.body(tokens.clamp(min=0))
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        tokens = inputs["tokens"]
-        targets = tokens[:, 1:]
-        return weighted(mean_over(targets >= 0, self.logits(tokens[:, :-1]), targets.clamp(min=0)), inputs)
+    def counted(self, targets: Tensor) -> Tensor:
+        return targets >= 0

@@ -66,7 +66,13 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
     A classifier's head and a LoRA's second matrix start at zero, which would hide all layers before them. Sharded
     parameters, of which only a part is present, are left as they are.
     """
-    kept = {p: p.detach().clone() for p in module.parameters() if p.dim() > 1 and _is_whole(p) and not bool(p.any())}
+    kept: dict[nn.Parameter, Tensor] = {}
+    for p in module.parameters():
+        plain = p.detach()
+        # Engines shard a parameter by emptying it, changing its type or freeing its memory.
+        whole = type(plain) is Tensor and 0 < plain.nbytes <= plain.untyped_storage().nbytes()
+        if p.dim() > 1 and whole and not bool(p.any()):
+            kept[p] = plain.clone()
     with torch.no_grad():
         for parameter in kept:
             values = torch.arange(1.0, parameter.numel() + 1, device=parameter.device).sin() * 0.5
@@ -77,9 +83,3 @@ def zeros_filled(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, value in kept.items():
                 parameter.copy_(value)
-
-
-def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether the whole parameter is present. Engines shard by emptying it, changing its type or freeing its memory."""
-    plain = parameter.detach()
-    return type(plain) is Tensor and 0 < plain.nbytes <= plain.untyped_storage().nbytes()

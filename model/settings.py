@@ -304,7 +304,14 @@ class ModelSettings(BaseModel):
         if self.family in LIBRARIES:
             return self._named_language_model() if self.reads_texts else self._named(self.family)
         if self.family == "gpt2":
-            return self._language_model()
+            if self.size not in (*TABLES["gpt2"], "custom"):
+                raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')
+            self._reads_text_alone(
+                {"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"}
+            )
+            shape = self._shape(TABLES["gpt2"].get(self.size), resnet=None)
+            # What stands for a picture in its records is one black pixel, which the model does not look at.
+            return replace(shape, image_size=1, patch_size=1, text=shape.encoder)
         if self.name is not None or self.model_args is not None:
             key = "name" if self.name is not None else "model_args"
             raise SettingsError(f'family "{self.family}" has no model.{key}; omit it, or set model.family to "timm".')
@@ -436,14 +443,6 @@ class ModelSettings(BaseModel):
         fields = type(self).model_fields
         if given := [name for name in fields if name not in known and getattr(self, name) != fields[name].default]:
             raise SettingsError(f'family "{self.family}" has no model.{given[0]}, since it reads text alone; omit it.')
-
-    def _language_model(self) -> Shape:
-        if self.size not in (*TABLES["gpt2"], "custom"):
-            raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')
-        self._reads_text_alone({"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"})
-        shape = self._shape(TABLES["gpt2"].get(self.size), resnet=None)
-        # What stands for a picture in its records is one black pixel, which the model does not look at.
-        return replace(shape, image_size=1, patch_size=1, text=shape.encoder)
 
     def _resnet(self) -> ResNet:
         preset = RESNETS.get(self.size)

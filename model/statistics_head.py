@@ -105,7 +105,14 @@ def solution(gram: Tensor, cross: Tensor, solving: Tensor) -> tuple[Tensor, Tens
     ridge, length, balanced, hidden = (float(number) for number in solving)
     both, classes = -gram.double() / math.sqrt(SHARE), -cross.double() / math.sqrt(1 - SHARE)
     if balanced:
-        weight, bias = _discriminant(both, classes, ridge, hidden)
+        # Linear discriminant analysis with equal priors, which the same sums suffice for: the shares of the classes,
+        # their means, and the covariance around them. Scores are log-likelihoods, up to what is common to all classes.
+        # z is (x, 1)/√2.
+        second, sums, shares = 2 * both[:-1, :-1], math.sqrt(2) * classes[:, :-1], math.sqrt(2) * classes[:, -1]
+        shares = shares.clamp(min=RAREST / len(shares))[:, None]
+        means = sums / shares
+        weight = means @ _inverse(second - means.T @ sums, 2 * ridge, 2 * hidden)
+        bias = -0.5 * (weight * means).sum(1)
     else:
         weight, bias = _least_squares(both, classes, ridge, hidden, bool(length))
     return (weight / (length or 1.0)).to(gram.dtype), bias.to(gram.dtype)
@@ -119,17 +126,6 @@ def _least_squares(both: Tensor, classes: Tensor, ridge: float, hidden: float, b
         return found, found.new_zeros(len(found))
     found = found * math.sqrt(0.5)
     return found[:, :-1], found[:, -1]
-
-
-def _discriminant(both: Tensor, classes: Tensor, ridge: float, hidden: float) -> tuple[Tensor, Tensor]:
-    """Linear discriminant analysis with equal priors, which the same sums suffice for: the shares of the classes, their
-    means, and the covariance around them. Scores are log-likelihoods, up to what is common to all classes."""
-    # z is (x, 1)/√2.
-    second, sums, shares = 2 * both[:-1, :-1], math.sqrt(2) * classes[:, :-1], math.sqrt(2) * classes[:, -1]
-    shares = shares.clamp(min=RAREST / len(shares))[:, None]
-    means = sums / shares
-    weight = means @ _inverse(second - means.T @ sums, 2 * ridge, 2 * hidden)
-    return weight, -0.5 * (weight * means).sum(1)
 
 
 def _inverse(matrix: Tensor, ridge: float, hidden: float) -> Tensor:

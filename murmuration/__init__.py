@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from murmuration.evaluation.models.load import load
-    from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule, Schedule
+    from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule, Schedule, ZeroOptimization
     from murmuration.train.config.privacy import (
         AdaptiveClip,
         BandedNoise,
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         Privacy,
         ReleasedMetric,
     )
-    from murmuration.train.config.zero_optimization import ZeroOptimization
     from murmuration.train.core import Computation
     from murmuration.train.library.records import Units
     from murmuration.train.library.settings import Settings
@@ -37,8 +36,7 @@ _HOMES = {
     "train.config.privacy": (
         "AdaptiveClip", "BandedNoise", "Clip", "ClipGroup", "LossProbes", "Privacy", "ReleasedMetric",
     ),
-    "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule"),
-    "train.config.zero_optimization": ("ZeroOptimization",),
+    "train.config.optimizer": ("Optimizer", "OptimizerParams", "ParameterRule", "Schedule", "ZeroOptimization"),
     "train.core": ("Computation",),
     "train.storage.sibling_runs": ("RunLog",),
     "evaluation.models.load": ("load",),

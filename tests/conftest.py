@@ -38,7 +38,7 @@ CORE_FILES = {
         "train/test_train_self_test.py", "train/test_train_self_test_faults.py",
     ],
     "clipping": [
-        "train/test_train_clip.py", "train/test_train_clip_rule.py", "train/test_train_clip_norms.py",
+        "train/test_train_clip_rule.py", "train/test_train_clip_norms.py",
         "train/test_train_clip_check.py", "train/test_train_clip_adaptive.py", "train/test_train_clip_refusals.py",
         "model/test_model_safety.py",
     ],
@@ -93,6 +93,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("core") and item.path not in PARTLY:
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked core, in a file that CORE_FILES do not name: it never runs"
+            )
         if item.path in WHOLLY and not item.get_closest_marker("rest"):
             item.add_marker("core")
         if item.path.is_relative_to(TESTS / "contrib"):  # what no recipe uses is tried by `make test-slow` alone

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("accounting", "contrib", "data", "evaluation", "launch", "model", "train")

@@ -110,20 +110,6 @@ def test_tests_that_the_map_names_exist_in_the_group_it_says() -> None:
         assert known[file][test] == bool(said), f"{file}::{test}: 'slow:' must stand before it if it is so marked"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "murmuration.accounting.cli.main",
-        "murmuration.accounting.certificate.certificate",
-        "murmuration.accounting.ledger.journal",
-        "murmuration.accounting.keys",
-    ],
-)
-def test_accounting_never_imports_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 def test_a_run_is_verified_with_the_packages_that_the_page_names(tmp_path: Path) -> None:
     """By a Python that sees those, what they require, and this checkout."""
     wanted = re.findall(r"^    pip install ([^#\n]+?)  +#", (ROOT / "docs" / "auditing.md").read_text(), re.MULTILINE)

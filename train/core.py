@@ -16,10 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from murmuration.accounting.keys import Derive, Purpose
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.draw.poisson import Draw, DrawnInParts, Sampler
+from murmuration.data.draw.poisson import Draw, DrawnInParts
 from murmuration.data.draw.samplers import make_sampler
-from murmuration.data.draw.shared_draw import SHARED_FROM, SharedSampler
-from murmuration.train.clip.choose import make_clip
 from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
@@ -28,7 +26,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PrivateForward
-from murmuration.train.engines.measures import measuring
+from murmuration.train.engines.measures import PASSES
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps, source_for
@@ -37,13 +35,13 @@ from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
-from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.self_test.room import largest_that_fits, require_room, too_large
+from murmuration.train.self_test.probes import SyntheticRecords, largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepLedger
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Run
+from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ class Computation:
     cuda_graph: Literal["auto", "off"] = field(default="auto", repr=False)
     # It shapes a release, by rounding. Left out of the text only where it is at its default (`identity`).
     compile: Literal["off", "blocks"] = field(default="off", repr=False)
+    gradient_checkpointing: bool = field(default=False, repr=False)  # likewise
 
     @staticmethod
     def of(run: Run) -> Computation:
@@ -65,13 +64,14 @@ class Computation:
         compiled = run.engine != "fsdp2" and run.clip_engine == "book-keeping"
         return Computation(
             run.clip_engine, run.clip_memory, run.precision, run.noise, run.cuda_graph,
-            run.compile if compiled else "off",
+            run.compile if compiled else "off", run.gradient_checkpointing,
         )  # fmt: skip
 
     @property
     def identity(self) -> str:
         """Of what shapes a release."""
-        return repr(self) if self.compile == "off" else f"{self!r}, {self.compile}"
+        more = [self.compile] * (self.compile != "off") + ["checkpointing"] * self.gradient_checkpointing
+        return ", ".join([repr(self), *more])
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,10 @@ def clipping_engine(
     """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
     `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
     compiled = engine.micro_batch if computation.compile == "blocks" else 0
-    clip = make_clip(computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled)
+    clip = make_clip(
+        computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled,
+        computation.gradient_checkpointing,
+    )  # fmt: skip
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
@@ -119,7 +122,10 @@ def largest_micro_batch(
 
 def kept_of_record(model: nn.Module, rule: ClipRule, computation: Computation, records: SyntheticRecords) -> float:
     """Bytes of activations that wait for the backward pass, for each record: what is kept of four more than of two."""
-    clip = make_clip("book-keeping", rule, computation.precision, computation.clip_memory)
+    clip = make_clip(
+        "book-keeping", rule, computation.precision, computation.clip_memory,
+        checkpointed=computation.gradient_checkpointing,
+    )  # fmt: skip
     clip.prepare(model)
     kept: list[dict[int, UntypedStorage]] = []
 
@@ -167,13 +173,6 @@ class PrivateCore:
         keys = self._derive("sampling"), self._derive("sampling-digest")
         return make_sampler(self.plan.sampling, *keys, self.plan.records)
 
-    def shared_sampler(self) -> Sampler[Draw]:
-        """The same draws; among many records, each rank draws a part. All ranks call this together."""
-        ranks = self.ranks
-        if ranks.world == 1 or self.plan.records < SHARED_FROM:
-            return self.sampler()
-        return SharedSampler(self.sampler(), ranks.rank, ranks.world, ranks.gather_apart())
-
     def step(
         self, phase: int, journal: StepLedger | None, records: Records[Draw], stop: StopRequest, *,
         stepping: Engine | None = None, first_norm: float | None = None, noise: Noise | None = None,
@@ -190,7 +189,10 @@ class PrivateCore:
         metrics = norm = None
         if self.plan.metrics:
             metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, self._source.of_metric)
-            measured = measuring(records.micro_batches, self.engine, metrics, self.ranks, probes)
+            measured = records.micro_batches
+            for metric in metrics.planned:
+                found = PASSES[metric.name](self.engine, metrics, self.ranks, probes) if metric.name in PASSES else None
+                measured = measured if found is None else found.around(measured)
             records = Records(records.draw, measured)
         if self.plan.adaptive is not None:
             assert first_norm is not None, "the ledger knows the clipping norm of the next step"
@@ -201,3 +203,21 @@ class PrivateCore:
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
+
+
+def make_clip(
+    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0,
+    checkpointed: bool = False,
+) -> ClipEngine:  # fmt: skip
+    """`compiled`: in micro-batches of so many records, blocks run as compiled code. `checkpointed`: they run again in
+    the backward pass."""
+    # What is only for checking is not loaded otherwise: Opacus takes seconds.
+    if name == "reference":
+        from murmuration.train.clip.reference import ReferenceClip
+
+        return ReferenceClip(rule)
+    if name == "opacus":
+        from murmuration.train.clip.reference import OpacusClip
+
+        return OpacusClip(rule)
+    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled, checkpointed=checkpointed)

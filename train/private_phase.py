@@ -27,12 +27,13 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
 from murmuration.data.draw.poisson import Draw
+from murmuration.data.draw.samplers import SHARED_FROM, SharedSampler
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.core import Computation, PrivateCore, clipping_engine
-from murmuration.train.distributed.memory import forbid_dumps, keep_from_swap
+from murmuration.train.distributed.process import forbid_dumps, keep_from_swap
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
@@ -113,9 +114,12 @@ class PrivatePhase:
     def feed(self, reader: Reader, share: Callable[[np.ndarray], np.ndarray] | None = None) -> Loader[Draw]:
         """Reads the records of each draw ahead; all ranks call this together. `share`: which of a draw's records this
         rank computes, where not every rank can read all of them."""
+        sampler, ranks = self.core.sampler(), self.ranks
+        if ranks.world > 1 and self.plan.records >= SHARED_FROM:  # the same draws, of which each rank draws a part
+            sampler = SharedSampler(sampler, ranks.rank, ranks.world, ranks.gather_apart())
         self.loader = Loader(
-            marking(reader, self.plan.held_out), self.core.shared_sampler(), self.ranks.rank, self.ranks.world,
-            self._settings.micro_batch, last=self.plan.steps, plan=share, device=self.ranks.device,
+            marking(reader, self.plan.held_out), sampler, ranks.rank, ranks.world, self._settings.micro_batch,
+            last=self.plan.steps, plan=share, device=ranks.device,
         )  # fmt: skip
         self._at_end.callback(self.loader.close)
         return self.loader

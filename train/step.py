@@ -87,14 +87,18 @@ class PrivateStep:
 
     def run(self, step: int, learning_rate: float) -> StepSummary:
         draw = self.records.draw(step)
+        # Ranks that drew different records would add up a sum whose sampling no proof describes.
         self.ranks.require_same(f"the records of step {step}", draw.digest)
+        # Where C adapts, that of this step was fixed by what earlier steps released: this draw has no part in it.
         rule = next_rule(self.clip, self.norm)
         noise = self.noise if self.norm is None else self.norm.noise(self.noise)
         update = NoisyUpdate(noise, step)
         announced = update.fact(self.engine.trainable_elements)
+        # Charged before anything is computed, so that no kill can leave a step that was done and not charged. An empty
+        # draw is a step like any other: that nobody was drawn must not show.
         self.record.opened(step, draw, rule.fact(), announced)
 
-        noise.prepare(step)
+        noise.prepare(step)  # threads draw it while the micro-batches compute
         observed = StepSummary(bound=rule.bound)
         seen: list[tuple[Tensor, Observation]] = []
         micro_batches = self.records.micro_batches(draw.ids, step)
@@ -103,9 +107,11 @@ class PrivateStep:
             seen.append((micro_batch.present, self.engine.observe()))
             observed.add(micro_batch.present, *seen[-1][1])
 
+        # The weights are the step's first release: the ledger's line is on the disk before they move.
         sensitivities = self.record.durable(observed.sensitivity)
         applied = self.engine.update(update, learning_rate)
         if self.metrics is not None:
+            # Released from the same draw as the gradient, and charged with it as one event.
             for present, each in seen:
                 self.metrics.add(present, each, rule.bound)
         # The largest of what all ranks' sums were made with and what the rule states now.
@@ -114,8 +120,10 @@ class PrivateStep:
         if self.metrics is not None:
             observed.released = self.metrics.release(step)
         share = observed.released.get(RELEASED)
+        # What the parts did, not what they were told: had they done less, the ledger charges the weaker of the two.
         written = self.record.committed(step, draw, summed, update.fact(applied.elements), share)
         if self.norm is not None and written is not None:
+            # The ledger's share, which on a replay is that of the first time: C must be the one that was recorded.
             observed.released |= self.norm.advance(written)
         return observed
 

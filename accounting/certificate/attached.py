@@ -57,7 +57,19 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
     _check_weights(folder, certificate, found)
     made_from = Provenance.of(history)
     for path in sorted(folder.glob("*.safetensors")):
-        _check_provenance(path, made_from, found)
+        # Later runs believe a file's own word about what it was made from, so it is checked here.
+        try:
+            told = Provenance.inside(path)
+        except ProvenanceError as error:
+            raise CertificateError(f"{path.name}: {error}") from None
+        if told is None:
+            found.unchecked.append(f"{path.name}: it does not say what it was made from")
+        elif told != made_from:
+            raise CertificateError(
+                f"{path.name} says that it was made from other runs or records than the ledger says; export it again"
+            )
+        else:
+            found.checked.append(f"{path.name} names the runs and records that the ledger names")
     return found
 
 
@@ -96,22 +108,6 @@ def _check_weights(folder: Path, certificate: dict[str, Any], found: Attached) -
                 f"{path.name}: whether each tensor stands where it belongs: {RENAMED} says so, and neither it nor any "
                 "other file beside the weights is certified; export again from the run, and compare"
             )
-
-
-def _check_provenance(path: Path, expected: Provenance, found: Attached) -> None:
-    """Later runs believe a file's own word about what it was made from."""
-    try:
-        told = Provenance.inside(path)
-    except ProvenanceError as error:
-        raise CertificateError(f"{path.name}: {error}") from None
-    if told is None:
-        found.unchecked.append(f"{path.name}: it does not say what it was made from")
-    elif told != expected:
-        raise CertificateError(
-            f"{path.name} says that it was made from other runs or records than the ledger says; export it again"
-        )
-    else:
-        found.checked.append(f"{path.name} names the runs and records that the ledger names")
 
 
 def _require_certified(certified: dict[str, dict[str, Any]], lists: dict[str, dict[str, str]]) -> None:

@@ -46,6 +46,9 @@ def explain(
             f"{not_private}.\n\nNo promise is made about the people or things in the training data: whoever sees the "
             "model may be able to tell what was in them, and nothing limits how much."
         )
+    # The mechanism that publishes each record with probability delta has (0, delta), so delta must be read with n.
+    permitted = f"By itself, delta would permit to publish each {one} with that probability"
+    permitted += "." if n is None else f": {up_to_three(n * delta)} of the {n:,} on average."
     return "\n\n".join(
         (
             f"The promise protects {unit}. Imagine that this one {one} had been blanked out before training. The "
@@ -54,7 +57,7 @@ def explain(
             f"How differently: whatever may be found in what was published, its probability with the {one} is at most "
             f"{factor(epsilon)} times its probability without, plus {show_delta(delta)}, and the same the other way "
             f"round. The factor is e^epsilon, epsilon = {epsilon:g}; what is added is delta. Smaller is stronger. "
-            f"{_open_by_delta(delta, one, n)}",
+            f"{permitted}",
             f"What a spy gains at the very most: one who guesses by tossing a coin whether the {one} was used is right "
             f"in 50 % of the cases, and with the model in at most {percent(attacks.best_guess)}. One who accepts a "
             f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the {one}s that were "
@@ -67,12 +70,6 @@ def explain(
             "the model saw outside the private phases, or a stolen copy of the raw data, are not covered.",
         )
     )
-
-
-def _open_by_delta(delta: float, one: str, n: int | None) -> str:
-    """The mechanism that publishes each record with probability delta has (0, delta), so delta must be read with n."""
-    permitted = f"By itself, delta would permit to publish each {one} with that probability"
-    return f"{permitted}." if n is None else f"{permitted}: {up_to_three(n * delta)} of the {n:,} on average."
 
 
 def up_to_three(value: float) -> str:

@@ -52,7 +52,7 @@ def limits(history: History, claimed: float) -> dict[str, Any]:
         "groups": rows,
         "replacement": row(lambda: _known(events, replacement_epsilon, delta)),
         "other_deltas": others,
-        "gaussian": _finite(asdict(curve.fit())),
+        "gaussian": {key: number if math.isfinite(number) else None for key, number in asdict(curve.fit()).items()},
     }  # fmt: skip
 
 
@@ -146,8 +146,3 @@ def _allowed(history: History, phase: int) -> list[Event]:
         middle = min(high - 1, max(low + 1, round(math.sqrt(low * high))))
         low, high = (low, middle) if passes(middle) else (middle, high)
     return [*others, replace(kind, count=high)]
-
-
-def _finite(value: dict[str, float]) -> dict[str, float | None]:
-    """Replaces infinities by None: JSON has none."""
-    return {key: number if math.isfinite(number) else None for key, number in value.items()}

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from murmuration.accounting import template
+from murmuration.accounting import escaping
 from murmuration.accounting.certificate.evidence import refutations, rows
 from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import curve_of, delta_of
+from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_leaves
 from murmuration.accounting.metrics import metric_of_dict
@@ -51,7 +52,7 @@ class Section(NamedTuple):
 
 def markdown(certificate: dict[str, Any]) -> str:
     sections = _sections(printable_leaves(certificate))
-    return template.markdown_page(HERE / "certificate.md.jinja", sections=sections).rstrip() + "\n"
+    return escaping.markdown_page(HERE / "certificate.md.jinja", sections=sections).rstrip() + "\n"
 
 
 def html_page(certificate: dict[str, Any]) -> str:
@@ -59,14 +60,14 @@ def html_page(certificate: dict[str, Any]) -> str:
     as it is signed, and no `<`, which could end the element."""
     embedded = json.dumps(certificate).replace("<", "\\u003c")
     sections = _sections(printable_leaves(certificate))
-    return template.html_page(
+    return escaping.html_page(
         HERE / "certificate.html.jinja", sections=sections, certificate=embedded, scripts=_scripts()
     )
 
 
 def check_page() -> str:
     """The same checks for any certificate: docs/verify.html."""
-    return template.html_page(HERE / "certificate.html.jinja", sections=[], certificate=None, scripts=_scripts())
+    return escaping.html_page(HERE / "certificate.html.jinja", sections=[], certificate=None, scripts=_scripts())
 
 
 def _scripts() -> str:
@@ -83,7 +84,7 @@ def pages(certificate: dict[str, Any]) -> dict[str, bytes]:
 def html_sections(certificate: dict[str, Any]) -> str:
     """The same content as part of another page, which has its own title above it."""
     sections = _sections(printable_leaves(certificate))
-    return template.html_page(HERE / "certificate_sections.html.jinja", sections=sections, top=2)
+    return escaping.html_page(HERE / "certificate_sections.html.jinja", sections=sections, top=2)
 
 
 def _sections(certificate: dict[str, Any]) -> list[Section]:
@@ -519,6 +520,15 @@ def _x(share: float) -> float:
 
 def _y(share: float) -> float:
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def write(certificate: dict[str, Any], run_dir: Path) -> None:
+    """Writes each file atomically and durably. JSON comes last: its presence means that all of them are there."""
+    document = json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"
+    files = pages(certificate) | {"certificate.json": document.encode("utf-8", "backslashreplace")}
+    for name, content in files.items():
+        with atomic(run_dir / name) as file:
+            file.write(content)
 
 
 if __name__ == "__main__":

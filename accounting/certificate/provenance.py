@@ -11,7 +11,7 @@ from typing import Any
 from murmuration.accounting.certificate.weights import WeightsFileError, metadata_of
 from murmuration.accounting.escaping import first_line
 from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.strict_json import JsonError, parse, read
 from murmuration.accounting.unit import unit_in_words
 

@@ -10,7 +10,6 @@ from murmuration.accounting.days import stated as stated_days
 from murmuration.accounting.epsilon.accountant import describe, epsilon, round_up, show_delta
 from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import Word
@@ -128,7 +127,13 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
         return None, None, tunings
     basis = history.why_budget_is_claimed()
     claimed = max(spent, history.budget()) if basis else spent
-    tuned = _of_one_run(history) if basis else [history.charged()]
+    tuned = [history.charged()]
+    if basis:
+        # What each of several runs may have spent, where the budget is claimed: stopping early, and keeping a
+        # checkpoint that was chosen, are post-processing of all planned steps; a new segment may have used up what was
+        # left.
+        anew = any(segment.number > 0 for segment in history.segments)
+        tuned = [history.charged(), history.planned(), *([allowed(history)] if anew else [])]
     for declared, shown in zip(history.tunings, tunings, strict=True):
         if declared.tuning is None:
             continue
@@ -136,13 +141,6 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
         claimed = max(claimed, cost)
         basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
     return claimed, basis, tunings
-
-
-def _of_one_run(history: History) -> list[list[Event]]:
-    """What each of several runs may have spent, where the budget is claimed: stopping early, and keeping a checkpoint
-    that was chosen, are post-processing of all planned steps; a new segment may have used up what was left."""
-    anew = any(segment.number > 0 for segment in history.segments)
-    return [history.charged(), history.planned(), *([allowed(history)] if anew else [])]
 
 
 def deviations_of(history: History) -> list[str]:
@@ -207,15 +205,10 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         "events": [
             {"mechanism": event.mechanism, **event.as_dict()} for event in ([] if faulty else history.charged(index))
         ],
-        **({"clip_norms": norms} if (norms := _clip_norms(history, index)) else {}),
+        # If C adapts: its first, last, lowest and highest values.
+        **({"clip_norms": trail.norms} if (trail := history.trails.get(index)) and trail.norms else {}),
         **({"faults": history.faults} if faulty else {}),
     }
-
-
-def _clip_norms(history: History, index: int) -> dict[str, float]:
-    """If C adapts: its first, last, lowest and highest values."""
-    trail = history.trails.get(index)
-    return {} if trail is None else trail.norms
 
 
 def _said(history: History, objection: str | None, claimed: float, delta: float) -> str:

@@ -79,7 +79,9 @@ def verify(
     named = target if target.is_file() and target.suffix == ".json" else None
     certificate_path = named or run_dir / "certificate.json"
     history, entries = History.read(run_dir / "ledger.jsonl")
-    _check_heads(run_dir, witness, history, entries)
+    _require_newest(run_dir, history, entries)
+    if witness is not None:
+        _check_witness(witness, history, entries)
     checkpoints = _check_checkpoints(run_dir, entries)
     private = bool(history.plans)
     # A run whose ledger records a fault has no epsilon: this raises an error that names the step.
@@ -115,12 +117,6 @@ def verify(
         certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
         refuted=refuted,
     )  # fmt: skip
-
-
-def _check_heads(run_dir: Path, witness: Path | None, history: History, entries: Lines) -> None:
-    _require_newest(run_dir, history, entries)
-    if witness is not None:
-        _check_witness(witness, history, entries)
 
 
 def _require_newest(run_dir: Path, history: History, entries: Lines) -> None:
@@ -261,14 +257,19 @@ def _compare(certificate: dict[str, Any], history: History, entries: Lines) -> f
         # Through JSON and back, like the certificate.
         if not _same(found, json.loads(json.dumps(recomputed))):
             raise CertificateError(f"the certificate says {name} = {found!s:.200}, but the ledger gives {recomputed}")
-    _compare_limits(certificate, expected)
-    _check_other_words(certificate, history, expected["claim"]["epsilon_claimed"])
-    claimed = certificate["claim"]["epsilon"]
-    return None if claimed is None else float(claimed)
-
-
-def _check_other_words(certificate: dict[str, Any], history: History, claimed: float) -> None:
-    """Checks what is not in the ledger but must not contradict it or the certificate's other parts."""
+    # Assumption and versions are compared to the letter, limits by their numbers, but not the reasons for missing ones.
+    for name in ("assumption", "versions"):
+        if certificate[name] != json.loads(json.dumps(expected[name])):
+            raise CertificateError(f"the certificate's {name} are not those of this ledger and version; restore it")
+    found, recomputed = (dict(_leaves("limits", document["limits"])) for document in (certificate, expected))
+    for place in sorted(found.keys() | recomputed.keys()):
+        if place not in found or not _close(found[place], recomputed.get(place, _MISSING)):
+            raise CertificateError(
+                f"the certificate says {place} = {found.get(place)!s:.200}, but the ledger gives "
+                f"{recomputed.get(place)}"
+            )
+    # What is not in the ledger must not contradict it or the certificate's other parts.
+    claimed = expected["claim"]["epsilon_claimed"]
     for name in ("known_deviations", "siblings"):
         if not isinstance(certificate.get(name, []), list):
             raise CertificateError(f"the certificate's {name} are not a list; restore it")
@@ -279,6 +280,8 @@ def _check_other_words(certificate: dict[str, Any], history: History, claimed: f
         raise CertificateError(f"the certificate's dates {fault}")
     if "composition" in certificate:
         _check_composition(certificate, history, claimed)
+    claimed = certificate["claim"]["epsilon"]
+    return None if claimed is None else float(claimed)
 
 
 def _check_composition(certificate: dict[str, Any], history: History, claimed: float) -> None:
@@ -301,20 +304,6 @@ def _check_composition(certificate: dict[str, Any], history: History, claimed: f
         if not _same(stated[name], again[name]):
             raise CertificateError(
                 f"the certificate says composition.{name} = {stated[name]!s:.50}, but its own events give {again[name]}"
-            )
-
-
-def _compare_limits(certificate: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compares assumption and versions to the letter, limits by their numbers, but not the reasons for missing ones."""
-    for name in ("assumption", "versions"):
-        if certificate[name] != json.loads(json.dumps(expected[name])):
-            raise CertificateError(f"the certificate's {name} are not those of this ledger and version; restore it")
-    found, recomputed = (dict(_leaves("limits", document["limits"])) for document in (certificate, expected))
-    for place in sorted(found.keys() | recomputed.keys()):
-        if place not in found or not _close(found[place], recomputed.get(place, _MISSING)):
-            raise CertificateError(
-                f"the certificate says {place} = {found.get(place)!s:.200}, but the ledger gives "
-                f"{recomputed.get(place)}"
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from murmuration.accounting import template
+from murmuration.accounting import escaping
 from murmuration.accounting.certificate.explain import (
     ASSUMPTION,
     ONE_IN_A_THOUSAND,
@@ -159,7 +159,7 @@ def _html(statement: dict[str, Any]) -> str:
             Block("code", VERIFY),
         ]),
     ]  # fmt: skip
-    return template.html_page(HERE / "certificate.html.jinja", sections=sections, certificate=None, scripts=None)
+    return escaping.html_page(HERE / "certificate.html.jinja", sections=sections, certificate=None, scripts=None)
 
 
 def _withdrawn(certificate: dict[str, Any], records: int, units: bool) -> str:

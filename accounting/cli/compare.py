@@ -112,7 +112,27 @@ def _allocated(asked: Numbers, by: Any) -> dict[str, Any] | None:
 def _numbers(arguments: argparse.Namespace) -> Numbers:
     given = {name: getattr(arguments, name) for name in (*GIVEN, "delta")}
     if arguments.config is not None:
-        found = _of_config(arguments.config, arguments.phase)
+        # The numbers of a config's private phase, as they stand there; a run takes n from its index.
+        try:
+            phases = [each for each in parse(arguments.config.read_bytes())["phases"] if each.get("privacy")]
+        except (JsonError, KeyError, TypeError, AttributeError):
+            raise PlanError(
+                f"{arguments.config} is no config in plain JSON; give --n, --batch, --steps and --epsilon"
+            ) from None
+        names = [str(each.get("name")) for each in phases]
+        chosen = [each for each in phases if arguments.phase in (None, each.get("name"))]
+        if len(chosen) != 1:
+            had = f"has the private phases {', '.join(names)}; choose by --phase" if names else "has no private phase"
+            raise PlanError(f"{arguments.config} {had}")
+        phase, privacy = chosen[0], chosen[0]["privacy"]
+        n, batch = phase.get("data", {}).get("expected_records"), privacy.get("expected_batch")
+        steps = phase.get("steps")
+        if steps is None and n and batch and phase.get("epochs"):
+            steps = math.ceil(phase["epochs"] * n / batch)
+        found = {"n": n, "batch": batch, "steps": steps, **{key: privacy.get(key) for key in ("epsilon", "delta")}}
+        odd = [key for key in GIVEN if found[key] is not None and not isinstance(found[key], int | float)]
+        if odd:
+            raise PlanError(f"{arguments.config} gives no number for {', '.join(odd)}; give --{odd[0]}")
         given = {name: found[name] if value is None else value for name, value in given.items()}
     elif arguments.phase is not None:
         raise PlanError("--phase names a phase of --config; give that, too")
@@ -124,28 +144,6 @@ def _numbers(arguments: argparse.Namespace) -> Numbers:
     threshold_for(n, batch)  # refused if the batch does not fit
     horizon = steps if arguments.horizon is None else arguments.horizon
     return Numbers(n, float(batch), steps, float(given["epsilon"]), parse_delta(given["delta"], n), horizon)
-
-
-def _of_config(path: Path, name: str | None) -> dict[str, Any]:
-    """The numbers of a config's private phase, as they stand there; a run takes n from its index."""
-    try:
-        phases = [each for each in parse(path.read_bytes())["phases"] if each.get("privacy")]
-    except (JsonError, KeyError, TypeError, AttributeError):
-        raise PlanError(f"{path} is no config in plain JSON; give --n, --batch, --steps and --epsilon") from None
-    names = [str(each.get("name")) for each in phases]
-    chosen = [each for each in phases if name in (None, each.get("name"))]
-    if len(chosen) != 1:
-        had = f"has the private phases {', '.join(names)}; choose by --phase" if names else "has no private phase"
-        raise PlanError(f"{path} {had}")
-    phase, privacy = chosen[0], chosen[0]["privacy"]
-    n, batch, steps = phase.get("data", {}).get("expected_records"), privacy.get("expected_batch"), phase.get("steps")
-    if steps is None and n and batch and phase.get("epochs"):
-        steps = math.ceil(phase["epochs"] * n / batch)
-    found = {"n": n, "batch": batch, "steps": steps, "epsilon": privacy.get("epsilon"), "delta": privacy.get("delta")}
-    odd = [key for key in GIVEN if found[key] is not None and not isinstance(found[key], int | float)]
-    if odd:
-        raise PlanError(f"{path} gives no number for {', '.join(odd)}; give --{odd[0]}")
-    return found
 
 
 def _table(values: dict[str, Any], best: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.cli.draws import asked_sampling, delta_of, require_usable
+from murmuration.accounting.banded import MOST_BANDS
 from murmuration.accounting.epsilon.accountant import delta_at, describe, epsilon, epsilon_below, round_up
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
 from murmuration.accounting.epsilon.gaussian import participations, unamplified_epsilon
@@ -16,9 +16,22 @@ from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
-from murmuration.accounting.sampling import RATE_DENOMINATOR, AnySampling, RandomAllocation, threshold_for
+from murmuration.accounting.plan import parse_delta
+from murmuration.accounting.sampling import (
+    RATE_DENOMINATOR,
+    AnySampling,
+    RandomAllocation,
+    make_sampling,
+    threshold_for,
+)
 
 SAFE_SPREADS = 8
+
+
+UNKNOWNS = ("sigma", "steps", "batch")
+POINTS = 10
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+DIGITS = 3
 
 
 def setting(sampling: AnySampling, n: int, steps: int, delta: float, accountant: Any) -> dict[str, Any]:
@@ -68,7 +81,15 @@ def _asked_beside(
             f"up to {round_up(fit.gap)}"
         )
     if arguments.best_of is not None:
-        tuning = _best_of(arguments.best_of)
+        runs, _, shape = arguments.best_of.partition(",")
+        try:
+            mean = float(runs)
+            number = 1.0 if shape in ("", "fixed") else math.inf if shape == "poisson" else float(shape)
+        except ValueError:
+            raise PlanError(
+                f"--best-of takes RUNS[,SHAPE], SHAPE a number, poisson or fixed, but is {arguments.best_of!r}"
+            ) from None
+        tuning = Tuning(mean, number, shape == "fixed")
         values |= {
             "best_of": tuning.as_dict(),
             "epsilon_best_of": (best := tuned_epsilon(events, delta, tuning)),
@@ -119,16 +140,6 @@ def _phase(text: str) -> Event:
         raise PlanError(f"--phase takes N,BATCH,SIGMA,STEPS, but is {text!r}") from None
 
 
-def _best_of(text: str) -> Tuning:
-    runs, _, shape = text.partition(",")
-    try:
-        mean = float(runs)
-        number = 1.0 if shape in ("", "fixed") else math.inf if shape == "poisson" else float(shape)
-    except ValueError:
-        raise PlanError(f"--best-of takes RUNS[,SHAPE], SHAPE a number, poisson or fixed, but is {text!r}") from None
-    return Tuning(mean, number, shape == "fixed")
-
-
 def _cap_note(n: int, rate: float, cap: int) -> str:
     least = math.ceil(n * rate + SAFE_SPREADS * math.sqrt(n * rate * (1 - rate)))
     if cap >= least:
@@ -143,8 +154,6 @@ def summary(values: dict[str, Any], sampling: AnySampling) -> str:
 
 
 # `account.py calibrate`: the noise, the steps or the batch that reaches an epsilon without passing it.
-
-UNKNOWNS = ("sigma", "steps", "batch")
 
 
 def calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -204,10 +213,6 @@ def _largest_batch(arguments: argparse.Namespace, delta: float) -> tuple[AnySamp
 
 
 # `account.py plan`: how epsilon grows with the steps, and how the noise per record falls with the batch.
-
-POINTS = 10
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-DIGITS = 3
 
 
 def plan_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -279,3 +284,29 @@ def _plot(path: Path, values: dict[str, Any]) -> None:
     right.set(xlabel="expected batch", ylabel="σ", title=f"σ over batch at ε = {values['target_epsilon']:g}")
     right.set_xscale("log")
     figure.savefig(path)
+
+
+def asked_sampling(arguments: argparse.Namespace, batch: float, steps: int) -> AnySampling:
+    """Who takes part in each step, as a plan would freeze it. The words are those of a config: `--sampling` is
+    `privacy.sampling`, `--bands` is `privacy.noise.bands`. A config with the same numbers gets the same events."""
+    if steps < 1:
+        raise PlanError(f"--steps must be at least 1, but is {steps}")
+    require_usable(arguments)
+    bands = arguments.bands
+    if bands > min(arguments.n, steps):
+        raise PlanError(f"--bands {bands} needs as many records and steps, not {arguments.n} and {steps}")
+    kind = "poisson" if arguments.sampling == "shuffled" else arguments.sampling
+    return make_sampling(kind, arguments.n, batch, steps, bands)
+
+
+def require_usable(arguments: argparse.Namespace) -> None:
+    if not 1 <= arguments.bands <= MOST_BANDS:
+        raise PlanError(f"--bands must lie between 1 and {MOST_BANDS}, but is {arguments.bands}")
+    if arguments.bands > 1 and arguments.sampling != "poisson":
+        raise PlanError(f"--sampling {arguments.sampling} is proved for independent noise alone; leave --bands out")
+
+
+def delta_of(arguments: argparse.Namespace) -> float:
+    if arguments.n < 1:
+        raise PlanError(f"--n must be at least 1, but is {arguments.n}")
+    return parse_delta(arguments.delta, arguments.n)

@@ -37,7 +37,7 @@ def _command(name: str) -> Command:
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     command = _command(arguments.command)
-    from murmuration.accounting.certificate.certificate import CertificateError
+    from murmuration.accounting.certificate.verify import CertificateError
 
     try:
         values, text = command(arguments)
@@ -58,15 +58,79 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="account.py", description="Recompute, plan, check and explain epsilon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _epsilon_options(commands.add_parser("epsilon", help="epsilon of sampled Gaussian steps"))
-    _calibrate_options(commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon"))
-    _plan_options(commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch"))
-    _compare_options(commands.add_parser("compare", help="independent against correlated noise, and allocation"))
+    command = commands.add_parser("epsilon", help="epsilon of sampled Gaussian steps")
+    _common(command)
+    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
+    command.add_argument("--steps", type=int, required=True)
+    command.add_argument("--sigma", type=float, required=True, help="noise multiplier, std / C")
+    command.add_argument(
+        "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
+    )
+    command.add_argument("--cap", type=int, help="most records per step; records drawn beyond it are dropped at random")
+    _draws_options(command, "shuffled")
+    command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
+    command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
+    command.add_argument(
+        "--best-of", metavar="RUNS[,SHAPE]",
+        help="also the epsilon of publishing the best of a random number of such runs: their mean, and the shape of "
+        "its distribution (0 logarithmic, 1 geometric (default), poisson, or fixed for exactly that many)",
+    )  # fmt: skip
+    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (in a torch process)")
+    command = commands.add_parser("calibrate", help="the sigma, steps or batch that reaches an epsilon")
+    command.epilog = "Leave out the one of --sigma, --steps and --batch that is to be found."
+    _common(command)
+    command.add_argument("--epsilon", type=float, required=True, help="target, never exceeded")
+    command.add_argument("--batch", type=float, help="expected batch, q·n")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--sigma", type=float, help="noise multiplier, std / C")
+    _draws_options(command)
+    command = commands.add_parser("plan", help="tables and plots: epsilon over steps, sigma over batch")
+    _common(command)
+    command.add_argument("--epsilon", type=float, required=True, help="the fixed epsilon of the second table")
+    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
+    command.add_argument("--steps", type=int, required=True)
+    command.add_argument("--sigma", type=float, help="noise multiplier of the first table; calibrated if left out")
+    _draws_options(command)
+    command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="both tables as a picture")
+    command = commands.add_parser("compare", help="independent against correlated noise, and allocation")
+    command.epilog = "Accumulated noise is not accuracy: which noise trains best is an experiment."
+    _common(command, required=False)
+    command.add_argument("--config", type=Path, metavar="FILE.json", help="take the numbers of its private phase")
+    command.add_argument("--phase", metavar="NAME", help="of that config, if it has several private phases")
+    command.add_argument("--epsilon", type=float, help="what each of them may spend")
+    command.add_argument("--batch", type=float, help="expected batch, q·n")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--horizon", type=int, help="steps over which the matrices are best; default: all steps")
+    command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="the table as a picture")
     verify = "recompute a run's epsilon from its ledger alone; exit code 7 if not all was checked"
-    _verify_options(commands.add_parser("verify", help=verify))
-    _explain_options(commands.add_parser("explain", help="what a run or an epsilon promises, in plain words"))
+    command = commands.add_parser("verify", help=verify)
+    command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT|certificate.json")
+    command.add_argument("--signer", metavar="HEX", help="the run's public key, as you know it from another source")
+    command.add_argument(
+        "--strict", action="store_true",
+        help="exit code 8, not 7, unless signer, all weights, their provenance and the pages were checked",
+    )  # fmt: skip
+    command.add_argument("--witness", type=Path, metavar="FILE", help="JSON lines of the heads that a witness recorded")
+    command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    command = commands.add_parser("explain", help="what a run or an epsilon promises, in plain words")
+    command.add_argument("target", type=Path, nargs="?", metavar="RUN_DIR", help="or give numbers instead")
+    _common(command, required=False)
+    command.add_argument("--epsilon", type=float, help="with --delta: the promise itself")
+    command.add_argument(
+        "--records-per-person", type=int, metavar="K", help="also the epsilon for a person with K records"
+    )
+    command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: epsilon is computed")
+    command.add_argument("--steps", type=int)
+    command.add_argument("--sigma", type=float)
+    _draws_options(command)
     statement = "a page and JSON on what withdrawing a person's records from a finished run changes at most"
-    _statement_options(commands.add_parser("statement", help=statement))
+    command = commands.add_parser("statement", help=statement)
+    command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT")
+    command.add_argument("--records", type=int, required=True, metavar="K", help="how many records of one person")
+    command.add_argument("--unit", action="store_true", help="K units with all their records, where the run has units")
+    command.add_argument("--key", type=Path, metavar="FILE", help="sign it: secret/run.key of a run that kept its key")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 
@@ -88,88 +152,3 @@ def _draws_options(command: argparse.ArgumentParser, *more: str) -> None:
         "--bands", type=int, default=1, metavar="B",
         help="correlated noise of so many bands (privacy.noise), for which records take turns; 1: independent",
     )  # fmt: skip
-
-
-def _epsilon_options(command: argparse.ArgumentParser) -> None:
-    _common(command)
-    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
-    command.add_argument("--steps", type=int, required=True)
-    command.add_argument("--sigma", type=float, required=True, help="noise multiplier, std / C")
-    command.add_argument(
-        "--phase", action="append", default=[], metavar="N,BATCH,SIGMA,STEPS", help="a further phase; may be repeated"
-    )
-    command.add_argument("--cap", type=int, help="most records per step; records drawn beyond it are dropped at random")
-    _draws_options(command, "shuffled")
-    command.add_argument("--at-epsilon", type=float, metavar="EPSILON", help="also the delta at this epsilon")
-    command.add_argument("--gdp", action="store_true", help="also the mu of Gaussian differential privacy")
-    command.add_argument(
-        "--best-of", metavar="RUNS[,SHAPE]",
-        help="also the epsilon of publishing the best of a random number of such runs: their mean, and the shape of "
-        "its distribution (0 logarithmic, 1 geometric (default), poisson, or fixed for exactly that many)",
-    )  # fmt: skip
-    command.add_argument("--cross-check", choices=("opacus",), help="also Opacus's RDP and PRV (in a torch process)")
-
-
-def _calibrate_options(command: argparse.ArgumentParser) -> None:
-    command.epilog = "Leave out the one of --sigma, --steps and --batch that is to be found."
-    _common(command)
-    command.add_argument("--epsilon", type=float, required=True, help="target, never exceeded")
-    command.add_argument("--batch", type=float, help="expected batch, q·n")
-    command.add_argument("--steps", type=int)
-    command.add_argument("--sigma", type=float, help="noise multiplier, std / C")
-    _draws_options(command)
-
-
-def _plan_options(command: argparse.ArgumentParser) -> None:
-    _common(command)
-    command.add_argument("--epsilon", type=float, required=True, help="the fixed epsilon of the second table")
-    command.add_argument("--batch", type=float, required=True, help="expected batch, q·n")
-    command.add_argument("--steps", type=int, required=True)
-    command.add_argument("--sigma", type=float, help="noise multiplier of the first table; calibrated if left out")
-    _draws_options(command)
-    command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="both tables as a picture")
-
-
-def _compare_options(command: argparse.ArgumentParser) -> None:
-    command.epilog = "Accumulated noise is not accuracy: which noise trains best is an experiment."
-    _common(command, required=False)
-    command.add_argument("--config", type=Path, metavar="FILE.json", help="take the numbers of its private phase")
-    command.add_argument("--phase", metavar="NAME", help="of that config, if it has several private phases")
-    command.add_argument("--epsilon", type=float, help="what each of them may spend")
-    command.add_argument("--batch", type=float, help="expected batch, q·n")
-    command.add_argument("--steps", type=int)
-    command.add_argument("--horizon", type=int, help="steps over which the matrices are best; default: all steps")
-    command.add_argument("--plot", type=Path, metavar="FILE.png|FILE.svg", help="the table as a picture")
-
-
-def _verify_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT|certificate.json")
-    command.add_argument("--signer", metavar="HEX", help="the run's public key, as you know it from another source")
-    command.add_argument(
-        "--strict", action="store_true",
-        help="exit code 8, not 7, unless signer, all weights, their provenance and the pages were checked",
-    )  # fmt: skip
-    command.add_argument("--witness", type=Path, metavar="FILE", help="JSON lines of the heads that a witness recorded")
-    command.add_argument("--accountant", choices=("pld", "rdp"), default="pld")
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-
-def _explain_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", type=Path, nargs="?", metavar="RUN_DIR", help="or give numbers instead")
-    _common(command, required=False)
-    command.add_argument("--epsilon", type=float, help="with --delta: the promise itself")
-    command.add_argument(
-        "--records-per-person", type=int, metavar="K", help="also the epsilon for a person with K records"
-    )
-    command.add_argument("--batch", type=float, help="with --n, --steps and --sigma: epsilon is computed")
-    command.add_argument("--steps", type=int)
-    command.add_argument("--sigma", type=float)
-    _draws_options(command)
-
-
-def _statement_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", type=Path, metavar="RUN_DIR|EXPORT")
-    command.add_argument("--records", type=int, required=True, metavar="K", help="how many records of one person")
-    command.add_argument("--unit", action="store_true", help="K units with all their records, where the run has units")
-    command.add_argument("--key", type=Path, metavar="FILE", help="sign it: secret/run.key of a run that kept its key")
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")

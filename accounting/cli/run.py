@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from murmuration.accounting.certificate import withdrawal
-from murmuration.accounting.certificate.certificate import verify
 from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import claimed_events, row
 from murmuration.accounting.certificate.signature import public_key, signed
-from murmuration.accounting.cli.draws import asked_sampling, delta_of
+from murmuration.accounting.certificate.verify import verify
+from murmuration.accounting.cli.epsilon import asked_sampling, delta_of
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta

@@ -83,11 +83,12 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
     if not merged:
         return 0.0
     if accountant == "rdp":
-        value = _rdp_epsilon(merged, delta)
+        value = rdp_epsilon([(dp_event(event), event.count) for event in merged], delta)
     elif (sigma := plain_sigma(merged)) is not None:
-        value = gaussian_epsilon(sigma, delta)
+        value = gaussian_epsilon(sigma, delta)  # nothing was sampled: exact, without a lattice
     else:
         value = _pld_epsilon(tuple(merged), delta)
+    # A number that is none would print as a promise: better no answer.
     if not math.isfinite(value) or value < 0:
         raise AccountingError(f"the {accountant} accountant did not converge (epsilon = {value}) for {merged}")
     return value
@@ -197,6 +198,7 @@ def affordable_steps(charged: Sequence[Event], kind: Event, wanted: int, budget:
     def fits(count: int) -> bool:
         return within(epsilon([*charged, replace(kind, count=count)], delta), budget)
 
+    # Most often all of them fit, or none: two questions then answer what halving takes a dozen for.
     if wanted <= 0 or not fits(1):
         return 0
     if fits(wanted):
@@ -221,6 +223,8 @@ def halve(fits: Callable[[int], bool], low: int, high: int) -> int:
 def _pld_epsilon(events: tuple[Event, ...], delta: float) -> float:
     both = _compositions(events, interval_for(events, delta))
     value = larger_epsilon(both, delta)
+    # Each is an upper bound, so the smaller one holds. The second is dear, and only asked for where rounding losses up
+    # to the lattice's points costs enough.
     if (
         value > 0
         and (contours := _contours(events, delta))
@@ -313,10 +317,6 @@ def _capped(kind: Event) -> tuple[LossLattice, LossLattice]:
     return pair[0], pair[1]
 
 
-def _rdp_epsilon(events: Sequence[Event], delta: float) -> float:
-    return rdp_epsilon([(dp_event(event), event.count) for event in events], delta)
-
-
 def dp_event(event: Event) -> dp_accounting.DpEvent:
     """One of the event's steps, as dp_accounting's RDP accountant knows it."""
     import dp_accounting
@@ -342,7 +342,7 @@ def rdp_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: floa
         value, order = accountant.get_epsilon_and_optimal_order(delta)
     finally:
         absl_logger.setLevel(level)
-    orders, divergences = np.asarray(accountant._orders), np.asarray(accountant._rdp)
+    orders, divergences = np.asarray(accountant._orders), np.asarray(accountant._rdp)  # it shows neither
     if np.isnan(divergences).any() or (divergences < 0).any():
         # The library answers a negative divergence with epsilon = 0.
         raise AccountingError("RDP accounting is numerically unstable here; use the PLD accountant")

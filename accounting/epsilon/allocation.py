@@ -130,7 +130,7 @@ def _errors(steps: int, sigma: float, grid: float) -> tuple[float, float]:
 
     A mass is a sum of products of one mass of each step. In each halving a point gets at most two terms for each
     distance of two points, in both orders, and two sums over far ones. Losses are rounded in each halving. They also
-    move because a record's step follows from a whole number below 2^32 (`data/draw/allocation.py`), so that its t steps
+    move because a record's step follows from a whole number below 2^32 (`data/draw/samplers.py`), so that its t steps
     are equally likely only up to a relative t / 2^32.
     """
     dots = gaussian_dots(sigma, grid)

@@ -93,6 +93,7 @@ def calibrate_slots(
             f"even one epoch of all {steps} steps passes epsilon = {target:g}; use more noise or more steps"
         )
     fewest = -(-steps // _largest(fits, accountant, steps))
+    # Not every number of steps is one that a batch of whole records cuts epochs into.
     return next(slots for slots in range(fewest, steps + 1) if cut_into(slots))
 
 
@@ -225,6 +226,7 @@ def _largest(fits: Callable[[int, By], bool], accountant: Accountant, most: int)
     """Largest number in [1, most] that fits, given that 1 does; a quick upper bound narrows the search for PLD."""
     known = 1
     searches: tuple[By, ...] = ("quick", "pld") if accountant == "pld" else (accountant,)
+    # The quick bound is never below the true one, so what fits by it fits: the dear search starts where it ends.
     for by in searches:
         stride = known if by == "quick" else max(1, known >> 12)
         low, high = known, min(most, known + stride)
@@ -232,6 +234,6 @@ def _largest(fits: Callable[[int, By], bool], accountant: Accountant, most: int)
             stride *= 2
             low, high = high, min(most, high + stride)
         known = halve(lambda value, by=by: fits(value, by), low, high)
-        if not fits(known, accountant):
+        if not fits(known, accountant):  # the accountant gave no answer where the quick bound did
             known = 1
     return known

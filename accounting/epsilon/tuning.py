@@ -95,20 +95,16 @@ def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> floa
         return epsilon([replace(event, count=event.count * runs) for event in merged], delta)
     value = math.inf  # either bound holds by itself, and where one has no answer the other one may
     with contextlib.suppress(AccountingError):
-        value = _by_rdp(merged, delta, tuning)
+        import dp_accounting
+        from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+        run = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(dp_event(e), e.count) for e in merged])
+        value = rdp_epsilon([(RepeatAndSelectDpEvent(run, tuning.mean, tuning.shape), 1)], delta)
     with contextlib.suppress(AccountingError):
         value = min(value, selected_epsilon(merged, delta, tuning.mean, tuning.shape))
     if not math.isfinite(value):
         raise AccountingError("the cost of tuning did not converge; use fewer runs or more noise")
     return value
-
-
-def _by_rdp(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
-    import dp_accounting
-    from dp_accounting.dp_event import RepeatAndSelectDpEvent
-
-    run = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(dp_event(e), e.count) for e in events])
-    return rdp_epsilon([(RepeatAndSelectDpEvent(run, tuning.mean, tuning.shape), 1)], delta)
 
 
 def selected_epsilon(events: Sequence[Event], delta: float, mean: float, shape: float) -> float:

@@ -36,7 +36,16 @@ def recognise(journal: Journal, secret: Path) -> str | None:
     reason = None if begins else changed
     if reason is not None:
         journal.note_copied(reason)
-    _remember(journal.ledger.path, secret)
+    # In place, because the inode of the file that keeps the identity is a part of it.
+    descriptor = os.open(secret / NAME, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        text = json.dumps(_identity(journal.ledger.path, secret)).encode()
+        os.ftruncate(descriptor, 0)
+        with naming(descriptor):
+            os.write(descriptor, text)
+        flush(descriptor)
+    finally:
+        os.close(descriptor)
     return reason
 
 
@@ -50,19 +59,6 @@ def _why_copied(memory: Path, found: dict[str, list[int]]) -> str | None:
     if known == found:
         return None
     return "the ledger or its folders are not where they were when the run last ran, so this is a copy or was restored"
-
-
-def _remember(ledger: Path, secret: Path) -> None:
-    # In place, because the identity file's own inode is part of the identity.
-    descriptor = os.open(secret / NAME, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        text = json.dumps(_identity(ledger, secret)).encode()
-        os.ftruncate(descriptor, 0)
-        with naming(descriptor):
-            os.write(descriptor, text)
-        flush(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _identity(ledger: Path, secret: Path) -> dict[str, list[int]]:

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from murmuration.accounting.durable import atomic, flush, naming
-from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.facts import Charge, Head
-from murmuration.accounting.strict_json import parse, read
+from murmuration.accounting.strict_json import parse, read, whole_lines
 
 NAME, NEWEST, LOGS = "heads.jsonl", "newest.json", "logs.jsonl"
 

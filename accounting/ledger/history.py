@@ -35,6 +35,7 @@ from murmuration.accounting.ledger.lines import (
     FinishLine,
     LostLine,
     NonprivateLine,
+    Origin,
     PlanLine,
     PublicLine,
     RecoveredLine,
@@ -46,7 +47,6 @@ from murmuration.accounting.ledger.lines import (
     Word,
     WordLine,
 )  # fmt: skip
-from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words

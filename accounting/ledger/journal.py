@@ -16,8 +16,7 @@ from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import FORMAT, BudgetSpent, Ledger, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.lines import PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin, PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
 
@@ -190,6 +189,7 @@ class Journal:
         be identical."""
         step_id = self._step_id(phase, step)
         if places := self.history.places_of(step_id):
+            # The same noise under another sum would show the difference of the two sums.
             if self._line_at(places[0]).facts != facts:
                 raise LedgerError(f"step {step} of phase {phase} would be replayed differently from how it was opened")
             return
@@ -204,6 +204,7 @@ class Journal:
         event = self.history.event(phase, facts)
         more = self.history.charges_more(step_id, event)
         key = event.kind
+        # An accountant takes seconds, so that it is asked for all steps ahead at once, and the answer used up by them.
         if more and self._credit.get(key, 0) < 1:
             wanted = max(1, plan.sampling.turns(plan.steps - step + 1))
             self._credit = {key: self._affordable(phase, event, wanted)}
@@ -228,7 +229,7 @@ class Journal:
         if facts != announced:
             self._credit.clear()
         more = {} if share is None else {"share": share}
-        if more:
+        if more:  # a share is a release by itself: no ledger from before it may be taken for the newest
             self.remember(self.head())
         self._append_soon("commit", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict(), **more)
         if facts != announced:  # charged with the weaker of the two either way

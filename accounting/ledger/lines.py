@@ -7,17 +7,67 @@ from typing import Any, Literal
 
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
-from murmuration.accounting.ledger.warm_start_origin import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import CLOSED
+from murmuration.accounting.unit import RECORD
 
 RecordDigests = Literal["hmac-sha256", "name"]
 KEYED: RecordDigests = "hmac-sha256"
 NAMED: RecordDigests = "name"
 """How a ledger identifies records: by a hash of their files that is keyed by a secret, or a name from a program."""
-
-
 Word = Literal["private_curves", "keep_key", "witness"]
+PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "unknown-weights", "classes", "class-weights"]
+RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
+"""Those of these uses that are of records; their digests are the records'."""
+PUBLIC_USES = {
+    "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
+    "mixing": "The records whose gradients were mixed in without noise in",
+    "weights": "The weights, without a ledger of ours, that began",
+    "classes": "The names of the classes, which were taken from records, of",
+    "class-weights": "The numbers by which losses of classes were multiplied in",
+}  # fmt: skip
+PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A run whose weights this one began from, known by its ledger: its promise is about its own records, and adds up
+    for records in both. `protected` has the digests of its records, and of those of runs before it."""
+
+    __pydantic_config__ = CLOSED
+    run: str
+    id: str
+    """The hash of the ledger's first line."""
+    epsilon: float
+    """Its budget."""
+    delta: float
+    protected: tuple[str, ...]
+    unit: str | None = None
+    """What its promise is about, in words; None: a record."""
+
+    def __post_init__(self) -> None:
+        if not (self.epsilon >= 0 and 0 <= self.delta < 1):
+            raise ValueError(f"epsilon = {self.epsilon} with delta = {self.delta} is no promise of an earlier run")
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = asdict(self) | {"protected": list(self.protected)}
+        if self.unit is None:
+            del fields["unit"]
+        return fields
+
+    def deviation(self, unit: str = RECORD) -> str:
+        """The sentences that a certificate must contain about it; `unit`: what the certificate is about, in words."""
+        theirs = "" if self.unit is None else f" for {self.unit}"
+        together = (
+            "is promised no more than the sum of both"
+            if unit == (self.unit or RECORD)
+            else f"is promised nothing by both together, since this run protects {unit}"
+        )
+        return (
+            f"The weights began from those of run {self.run!r}, which promised (epsilon = {self.epsilon:g}, delta = "
+            f"{self.delta:.3g}){theirs} on records of its own. Whoever has records there, too, in whichever set of "
+            f"them, {together}."
+        )
 
 
 @dataclass(frozen=True)
@@ -125,12 +175,6 @@ class ChoiceLine:
     by: str
 
 
-PublicUse = Literal["evaluation", "monitor", "mixing", "weights", "unknown-weights", "classes", "class-weights"]
-
-RECORDS_AS_PUBLIC = ("evaluation", "monitor", "mixing")
-"""Those of these uses that are of records; their digests are the records'."""
-
-
 @dataclass(frozen=True)
 class PublicLine:
     """Records, or what was made of them, that a phase used without noise, because the run's owner said that they are
@@ -149,16 +193,6 @@ class PublicLine:
                 "ledger nor anybody's word says what they were made from."
             )
         return f"{PUBLIC_USES[self.use]} phase {name!r} (digest {self.digest[:16]}) {PUBLIC_WORD}"
-
-
-PUBLIC_USES = {
-    "evaluation": "The records that were evaluated in", "monitor": "The records that were monitored in",
-    "mixing": "The records whose gradients were mixed in without noise in",
-    "weights": "The weights, without a ledger of ours, that began",
-    "classes": "The names of the classes, which were taken from records, of",
-    "class-weights": "The numbers by which losses of classes were multiplied in",
-}  # fmt: skip
-PUBLIC_WORD = "are public by the word of the run's owner, which nothing here can check."
 
 
 @dataclass(frozen=True)

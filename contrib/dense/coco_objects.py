@@ -66,12 +66,6 @@ class Objects:
         }  # fmt: skip
 
 
-def annotations_beside(folder: Path) -> Path:
-    """COCO/train2017 -> COCO/annotations/instances_train2017.json"""
-    folder = folder.resolve()
-    return folder.parent / "annotations" / f"instances_{folder.name}.json"
-
-
 def read_objects(path: Path, files: list[str], option: str) -> Objects:
     document = _document(path, option)
     categories = sorted(document["categories"], key=lambda each: each["id"])

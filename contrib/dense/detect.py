@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,13 +17,13 @@ from torch import Tensor, nn
 
 from murmuration.accounting.durable import atomic
 from murmuration.contrib.dense import training as dense
-from murmuration.contrib.dense.coco_objects import Instance, Objects, annotations_beside, read_objects
-from murmuration.contrib.dense.detection import IouType, average_precision, found_by, mask_rcnn
-from murmuration.contrib.dense.pyramid import Backbone
-from murmuration.contrib.dense.training import DenseSettings
+from murmuration.contrib.dense.coco_objects import Instance, Objects, read_objects
+from murmuration.contrib.dense.training import SCALES, Backbone, DenseSettings
 from murmuration.data.decode.decode import BadRecord, parsing
+from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.errors import EvaluationError
+from murmuration.evaluation.measures.interval import Estimate, bootstrap
 from murmuration.evaluation.session.result import Outcome, Result
 from murmuration.evaluation.session.session import Chosen, Session, Work
 from murmuration.train.storage.checkpoint_read import hash_of
@@ -30,6 +32,14 @@ DETECTIONS = "detections.json"
 SMALLEST = 1.0
 """Pixels of a side; thinner boxes are not learnt, since torchvision refuses empty ones."""
 KINDS: dict[str, IouType] = {"box": "bbox", "mask": "segm"}
+
+
+IouType = Literal["bbox", "segm"]
+DRAWS = 200
+"""Bootstrap draws of the pictures, for the intervals."""
+LOOSE, STRICT = 0.5, 0.75
+MOST_FOUND = 100
+"""Per picture, as published."""
 
 
 class PicturedObjects(dense.WholePictures):
@@ -47,34 +57,30 @@ class PicturedObjects(dense.WholePictures):
         image = torch.from_numpy(pixels).permute(2, 0, 1).float() / 255
         if draws is None:
             return image
-        target = _target(list(filter(_is_learnt, known.objects)), height, width)
-        return _mirrored(image, target) if draws.random() < 0.5 else (image, target)
+        objects = list(filter(_is_learnt, known.objects))
+        from pycocotools import mask
 
-
-def _target(objects: list[Instance], height: int, width: int) -> dict[str, Tensor]:
-    from pycocotools import mask
-
-    shapes = np.zeros((len(objects), height, width), dtype=np.uint8)
-    with parsing("an outline cannot be drawn"):
-        for number, each in enumerate(objects):
-            code = each.shape
-            if isinstance(code, list):
-                code = mask.merge(mask.frPyObjects(code, height, width))
-            elif isinstance(code["counts"], list):
-                code = mask.frPyObjects(code, height, width)
-            shapes[number] = mask.decode(code)
-    boxes = torch.tensor([each.box for each in objects], dtype=torch.float32).reshape(-1, 4)
-    boxes[:, 2:] += boxes[:, :2]
-    return {
-        "boxes": boxes, "labels": torch.tensor([each.category + 1 for each in objects], dtype=torch.int64),
-        "masks": torch.from_numpy(shapes),
-    }  # fmt: skip
-
-
-def _mirrored(image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    boxes = target["boxes"].clone()
-    boxes[:, [0, 2]] = image.shape[2] - boxes[:, [2, 0]]
-    return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
+        shapes = np.zeros((len(objects), height, width), dtype=np.uint8)
+        with parsing("an outline cannot be drawn"):
+            for number, each in enumerate(objects):
+                code = each.shape
+                if isinstance(code, list):
+                    code = mask.merge(mask.frPyObjects(code, height, width))
+                elif isinstance(code["counts"], list):
+                    code = mask.frPyObjects(code, height, width)
+                shapes[number] = mask.decode(code)
+        boxes = torch.tensor([each.box for each in objects], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        target = {
+            "boxes": boxes,
+            "labels": torch.tensor([each.category + 1 for each in objects], dtype=torch.int64),
+            "masks": torch.from_numpy(shapes),
+        }
+        if draws.random() >= 0.5:
+            return image, target
+        boxes = target["boxes"].clone()
+        boxes[:, [0, 2]] = image.shape[2] - boxes[:, [2, 0]]
+        return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
 
 
 def run(session: Session, work: Work) -> Outcome:
@@ -85,7 +91,11 @@ def run(session: Session, work: Work) -> Outcome:
     backbone = dense.backbone_of(session, settings)
     train, learnt, learnt_from = _annotated(train, work.arguments.objects, "--objects", "--data")
     test, true, scored_by = _annotated(test, work.arguments.test_objects, "--test-objects", "--test")
-    train = _teaching(train, learnt, learnt_from)
+    # The pictures that have an object to learn from.
+    ids = [int(record) for record in train.ids if any(map(_is_learnt, learnt.pictures[int(record)].objects))]
+    if len(ids) < 2:
+        raise EvaluationError(f"{learnt_from} has fewer than two pictures with objects to learn from; name more")
+    train = Chosen(train.index, np.array(ids))
     if learnt.categories != true.categories:
         raise EvaluationError(
             f"{learnt_from} and {scored_by} list other categories; name files of one set with --objects and "
@@ -158,19 +168,12 @@ def _scored(
 def _annotated(part: Chosen, given: Path | None, option: str, where: str) -> tuple[Chosen, Objects, Path]:
     """The pictures that the annotations list, in the order of the files."""
     files = dense.names_of(part, where)
-    folder = part.index.root  # pyright: ignore[reportAttributeAccessIssue]
-    path = given or annotations_beside(Path(folder))
+    folder = Path(part.index.root).resolve()  # pyright: ignore[reportAttributeAccessIssue]
+    # COCO/train2017 -> COCO/annotations/instances_train2017.json
+    path = given or folder.parent / "annotations" / f"instances_{folder.name}.json"
     objects = read_objects(path, files, option)
     # Places among the files are numbers of records, since all of an index is named.
     return Chosen(part.index, np.array(sorted(objects.pictures))), objects, path
-
-
-def _teaching(part: Chosen, objects: Objects, path: Path) -> Chosen:
-    """The pictures that have an object to learn from."""
-    ids = [int(record) for record in part.ids if any(map(_is_learnt, objects.pictures[int(record)].objects))]
-    if len(ids) < 2:
-        raise EvaluationError(f"{path} has fewer than two pictures with objects to learn from; name more")
-    return Chosen(part.index, np.array(ids))
 
 
 def _is_learnt(each: Instance) -> bool:
@@ -184,3 +187,114 @@ def _write(found: list[dict[str, Any]], test: Chosen, objects: Objects, path: Pa
     ]
     with atomic(path) as file:
         file.write(json.dumps(listed).encode())
+
+
+def mask_rcnn(backbone: Backbone, classes: int, side: int, pixels: Normalisation) -> nn.Module:
+    """`classes` without the background. Pictures of any size are scaled so that the longer side is `side`, and filled
+    up with zeros to a square. Anchors have eight times the side of a map's cell. Everything is as wide as the pyramid;
+    256 channels give torchvision's own heads."""
+    from torchvision.models.detection import anchor_utils, faster_rcnn, mask_rcnn
+    from torchvision.ops import MultiScaleRoIAlign
+
+    patch, channels = backbone.encoder.shape.patch_size, backbone.out_channels
+    sizes = tuple((round(8 * patch / scale),) for scale in SCALES)
+    names = [str(number) for number in range(len(SCALES))]
+    cells, hidden = 7, 4 * channels
+    return mask_rcnn.MaskRCNN(
+        backbone, min_size=side, max_size=side, size_divisible=side, image_mean=list(pixels.mean),
+        image_std=list(pixels.std), box_detections_per_img=MOST_FOUND,
+        rpn_anchor_generator=anchor_utils.AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes)),
+        box_roi_pool=MultiScaleRoIAlign(names, cells, 2), mask_roi_pool=MultiScaleRoIAlign(names, 2 * cells, 2),
+        box_head=faster_rcnn.TwoMLPHead(channels * cells**2, hidden),
+        box_predictor=faster_rcnn.FastRCNNPredictor(hidden, classes + 1),
+        mask_head=mask_rcnn.MaskRCNNHeads(channels, (channels,) * 4, 1),
+        mask_predictor=mask_rcnn.MaskRCNNPredictor(channels, channels, classes + 1),
+    )  # fmt: skip
+
+
+def found_by(model: nn.Module, image: Tensor) -> list[dict[str, Any]]:
+    """What is found in one picture, in the form of COCO's results, but for the number of the picture. Categories are
+    numbers from 0."""
+    from pycocotools import mask
+
+    (found,) = model([image])
+    shapes = (found["masks"][:, 0] >= 0.5).byte().cpu().numpy()
+    listed = []
+    for box, label, score, shape in zip(
+        found["boxes"].tolist(), found["labels"].tolist(), found["scores"].tolist(), shapes, strict=True
+    ):
+        left, top, right, bottom = box
+        encoded: Any = mask.encode(np.asfortranarray(shape))
+        listed.append(
+            {
+                "category_id": label - 1, "bbox": [left, top, right - left, bottom - top], "score": score,
+                "segmentation": {"size": encoded["size"], "counts": encoded["counts"].decode()},
+            }
+        )  # fmt: skip
+    return listed
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Average precision over ten overlaps, at half and at three quarters, and for each category that occurs."""
+
+    mean: Estimate
+    loose: Estimate
+    strict: Estimate
+    by_category: dict[int, float]
+
+
+def average_precision(truth: Mapping[str, Any], found: Sequence[Mapping[str, Any]], kind: IouType) -> Precision:
+    """`truth` has the form of COCO's instances, with the pictures that are scored alone.
+
+    Intervals come from drawing as many pictures again with replacement, and counting what was matched in them.
+    """
+    from pycocotools.cocoeval import COCOeval
+
+    with _silent():
+        known = _opened(truth)
+        results = known.loadRes([dict(each) for each in found]) if found else _opened({**truth, "annotations": []})
+        scoring = COCOeval(known, results, kind)
+        scoring.params.areaRng, scoring.params.areaRngLbl = scoring.params.areaRng[:1], scoring.params.areaRngLbl[:1]
+        scoring.params.maxDets = [MOST_FOUND]
+        scoring.evaluate()
+        matched, pictures = scoring.evalImgs, len(scoring.params.imgIds)
+        scoring.accumulate()
+        whole = scoring.eval["precision"][:, :, :, 0, 0]
+
+        def drawn(places: np.ndarray) -> np.ndarray:
+            rows = range(0, len(matched), pictures)
+            scoring.evalImgs = [matched[row + place] for row in rows for place in places]
+            scoring.accumulate()
+            return _means(scoring.eval["precision"][:, :, :, 0, 0], overlaps)
+
+        overlaps = scoring.params.iouThrs
+        estimates = bootstrap(_means(whole, overlaps), drawn, pictures, DRAWS)
+    categories = {
+        number: float(whole[:, :, place].mean())
+        for place, number in enumerate(scoring.params.catIds)
+        if whole[:, :, place].max() > -1
+    }
+    return Precision(*estimates, by_category=categories)
+
+
+def _means(precision: np.ndarray, overlaps: np.ndarray) -> np.ndarray:
+    """Over everything that can be measured; categories without an object have -1."""
+    parts = (precision, precision[np.isclose(overlaps, LOOSE)], precision[np.isclose(overlaps, STRICT)])
+    return np.array([part[part > -1].mean() if (part > -1).any() else np.nan for part in parts])
+
+
+def _opened(document: Mapping[str, Any]) -> Any:
+    from pycocotools.coco import COCO
+
+    opened: Any = COCO()
+    opened.dataset = dict(document)
+    opened.createIndex()
+    return opened
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """pycocotools prints each of its steps."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield

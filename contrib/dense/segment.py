@@ -7,7 +7,7 @@ that a pixel has none, and k that it has the k-th.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,28 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmuration.contrib.dense import training as dense
-from murmuration.contrib.dense.pyramid import Backbone
-from murmuration.contrib.dense.segmentation import UNMARKED, Segmenter, marked_by, mean_overlap, overlaps_of
-from murmuration.contrib.dense.training import DenseSettings
+from murmuration.contrib.dense.training import SCALES, Backbone, DenseSettings
 from murmuration.data.decode.decode import MAX_PIXELS, BadRecord, parsing
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.errors import EvaluationError
-from murmuration.evaluation.session.result import Outcome, Result
+from murmuration.evaluation.measures.interval import Estimate, bootstrap
+from murmuration.evaluation.session.result import Outcome
 from murmuration.evaluation.session.session import Chosen, Session, Work
 from murmuration.train.storage.checkpoint_read import hash_of
 
 INFO = "objectInfo150.txt"
-SCALES = (0.5, 2.0)
+RESIZED = (0.5, 2.0)
 """Between which training draws the size of a picture."""
+
+
+UNMARKED = 255
+"""A pixel without a class: it is neither learnt nor scored."""
 MOST_CLASSES = UNMARKED - 1
+DRAWS = 1000
+"""Bootstrap draws of the pictures, for the intervals."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class MarkedPictures(dense.WholePictures):
             raise BadRecord(f"its classes have {marked.shape[1]} × {marked.shape[0]} pixels, and it has others")
         if draws is None:
             return self.scaling.scaled(pixels), marked
-        factor = float(draws.uniform(*SCALES))
+        factor = float(draws.uniform(*RESIZED))
         image = self.scaling.scaled(pixels, factor)
         small = F.interpolate(torch.from_numpy(marked)[None, None].float(), image.shape[1:], mode="nearest")
         return _cropped(image, small[0, 0].long(), self.scaling.side, draws)
@@ -115,7 +120,19 @@ def run(session: Session, work: Work) -> Outcome:
         MarkedPictures(part.index, seed, marks, scaling, len(names)) for part, marks in ((train, learnt), (test, true))
     )
     _train(session, model, backbone, train, pictures, settings, told)
-    counts = _counted(session, result, model, test, scored, told)
+    # [pictures, 3, classes], as `overlaps_of` counts.
+    device, classes = session.computing.device, scored.classes
+
+    def act(item: tuple[Tensor, np.ndarray]) -> list[list[int]]:
+        image, marked = item
+        height, width = marked.shape
+        found = marked_by(model, image.to(device), scored.scaling.side, height, width, classes)
+        return overlaps_of(found, marked, classes).tolist()
+
+    answers = dense.answers(session, result, model, test, scored, act, dense.identity_of(session, test, told))
+    counts = np.array([counted for _, counted in answers])
+    if not counts[:, 2].any():
+        raise EvaluationError("no pixel of the pictures that can be read has a class; name others with --test-marks")
     overlap, right, by_class = mean_overlap(counts)
     result.add("mIoU", overlap)
     result.add("pixel accuracy", right)
@@ -140,29 +157,13 @@ def _train(
     dense.train(session, model, backbone, loss_of, part, pictures, settings, identity)
 
 
-def _counted(
-    session: Session, result: Result, model: Segmenter, part: Chosen, pictures: MarkedPictures, told: object
-) -> np.ndarray:
-    """[pictures, 3, classes], as `overlaps_of` counts."""
-    device, classes = session.computing.device, pictures.classes
-
-    def act(item: tuple[Tensor, np.ndarray]) -> list[list[int]]:
-        image, marked = item
-        height, width = marked.shape
-        found = marked_by(model, image.to(device), pictures.scaling.side, height, width, classes)
-        return overlaps_of(found, marked, classes).tolist()
-
-    answers = dense.answers(session, result, model, part, pictures, act, dense.identity_of(session, part, told))
-    counts = np.array([counted for _, counted in answers])
-    if not counts[:, 2].any():
-        raise EvaluationError("no pixel of the pictures that can be read has a class; name others with --test-marks")
-    return counts
-
-
 def _marks_of(part: Chosen, given: Path | None, option: str, where: str) -> dict[int, Path]:
     """The file with the classes of each picture."""
     files = dense.names_of(part, where)
-    folder = given or marks_beside(Path(part.index.root))  # pyright: ignore[reportAttributeAccessIssue]
+    folder = given
+    if folder is None:  # ADE/images/training -> ADE/annotations/training
+        pictures = Path(part.index.root).resolve()  # pyright: ignore[reportAttributeAccessIssue]
+        folder = pictures.parent.parent / "annotations" / pictures.name
     if not folder.is_dir():
         raise EvaluationError(
             f"{folder} does not exist; name the folder of the PNG files with {option}, or lay them out as ADE20K does: "
@@ -175,12 +176,6 @@ def _marks_of(part: Chosen, given: Path | None, option: str, where: str) -> dict
             f"{option}"
         )
     return found
-
-
-def marks_beside(folder: Path) -> Path:
-    """ADE/images/training -> ADE/annotations/training"""
-    folder = folder.resolve()
-    return folder.parent.parent / "annotations" / folder.name
 
 
 def _names(train: Chosen, given: Path | None) -> list[str]:
@@ -206,3 +201,84 @@ def _digest(marks: dict[int, Path]) -> str:
     for record, path in marks.items():
         told.update(f"{record} {path.name} {hash_of(path)}\n".encode())
     return told.hexdigest()
+
+
+class Segmenter(nn.Module):
+    def __init__(self, backbone: Backbone, classes: int) -> None:
+        super().__init__()
+        from transformers.models.upernet.configuration_upernet import UperNetConfig
+        from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
+
+        channels = backbone.out_channels
+        given: Any = {"num_labels": classes}  # of the base of all configs
+        config = UperNetConfig(hidden_size=channels, auxiliary_channels=channels, loss_ignore_index=UNMARKED, **given)
+        widths: Any = [channels] * len(SCALES)
+        self.backbone, self.beside = backbone, config.auxiliary_loss_weight
+        self.head, self.auxiliary = UperNetHead(config, widths), UperNetFCNHead(config, widths)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [B, classes, side, side]."""
+        return self._large(self.head(self._maps(images)), images)
+
+    def loss(self, images: Tensor, marked: Tensor) -> Tensor:
+        """`marked` [B, side, side]: classes, or UNMARKED."""
+        maps = self._maps(images)
+        parts = [self._large(head(maps), images).float() for head in (self.head, self.auxiliary)]
+        # Not the library's mean, which is not a number where no pixel of the batch has a class.
+        count = (marked != UNMARKED).sum().clamp(min=1)
+        main, beside = (F.cross_entropy(part, marked, ignore_index=UNMARKED, reduction="sum") / count for part in parts)
+        return main + self.beside * beside
+
+    def _maps(self, images: Tensor) -> Any:
+        return list(self.backbone(images).values())
+
+    def _large(self, logits: Tensor, images: Tensor) -> Tensor:
+        return F.interpolate(logits, images.shape[2:], mode="bilinear", align_corners=False)
+
+
+def windows(length: int, side: int) -> list[int]:
+    """Where windows of `side` begin that cover `length` and overlap by a third at least."""
+    step = max(1, side * 2 // 3)
+    count = -(-max(0, length - side) // step) + 1
+    return [min(number * step, max(0, length - side)) for number in range(count)]
+
+
+def marked_by(model: Segmenter, image: Tensor, side: int, height: int, width: int, classes: int) -> np.ndarray:
+    """The classes [height, width] of one normalised picture [3, H, W], H and W at least `side`: logits are averaged
+    where windows overlap, then scaled to the size of the truth."""
+    total = torch.zeros(1, classes, *image.shape[1:], device=image.device)
+    seen = torch.zeros(1, 1, *image.shape[1:], device=image.device)
+    for top in windows(image.shape[1], side):
+        for left in windows(image.shape[2], side):
+            here = (..., slice(top, top + side), slice(left, left + side))
+            total[here] += model(image[None][here]).float()
+            seen[here] += 1
+    large = F.interpolate(total / seen, (height, width), mode="bilinear", align_corners=False)
+    return large[0].argmax(dim=0).cpu().numpy()
+
+
+def overlaps_of(found: np.ndarray, truth: np.ndarray, classes: int) -> np.ndarray:
+    """[3, classes]: pixels of each class that are found and true, found, and true, of those that have a class."""
+    known = truth != UNMARKED
+    found, truth = found[known], truth[known]
+    return np.stack([np.bincount(part, minlength=classes) for part in (truth[found == truth], found, truth)])
+
+
+def mean_overlap(pictures: np.ndarray) -> tuple[Estimate, Estimate, dict[int, float]]:
+    """[pictures, 3, classes] -> mean IoU over the classes that are found or true somewhere, the share of right pixels,
+    and the IoU of each class."""
+
+    def both(counts: np.ndarray) -> np.ndarray:
+        ious = np.array([iou for _, iou in _ious(counts)])
+        right, _, true = counts.sum(axis=1)
+        return np.array([ious.mean() if len(ious) else np.nan, right / true if true else np.nan])
+
+    whole = pictures.sum(axis=0)
+    measured = bootstrap(both(whole), lambda places: both(pictures[places].sum(axis=0)), len(pictures), DRAWS)
+    return measured[0], measured[1], dict(_ious(whole))
+
+
+def _ious(counts: np.ndarray) -> Iterator[tuple[int, float]]:
+    right, found, true = counts
+    for number in np.flatnonzero(found + true):
+        yield int(number), float(right[number] / (found[number] + true[number] - right[number]))

@@ -26,9 +26,8 @@ from murmuration.data.decode.record import TARGET, DataSpec, RecordMaker
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch, Normalisation, Pixels
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import RecordIndex
-from murmuration.data.store.stored import StoredRecords
+from murmuration.data.store.stored import RangeSource, StoredRecords
 from murmuration.data.text.encoder import TextEncoder
 
 RIGHT_CLASSES = "right_classes"
@@ -167,20 +166,6 @@ class BatchReader:
         pixels = Pixels(rows.tensors["pixels"], self._normalisation)
         return Fetched(MicroBatch(self._inputs(rows), rows.tensors["present"], pixels), bad)
 
-    def _lay(self, rows: _Rows, place: int, record: int, step: int, made: np.void) -> None:
-        views = self.slot_rows.views
-        own = slice(place * views, (place + 1) * views)
-        if self.spec.pictures:
-            rows["pixels"][own] = made["pixels"]
-        rows["tokens"][own], rows["weights"][own] = made["tokens"], made["weight"]
-        rows["labels"][:, own] = made["labels"][:, None]
-        rows["listed"][own], rows["right"][own] = made["listed"], made["right"]
-        for view in range(views):
-            if self.spec.mask_patches:
-                rows["noise"][own][view] = mask_noise(self._mask_key(step), step, record, self.spec.mask_patches, view)
-            if self.spec.drop_keys:
-                rows["drop_keys"][own][view] = self.drop_key(record, step, view)
-
     def _inputs(self, rows: _Rows) -> dict[str, torch.Tensor]:
         """The model's inputs from the rows, by name, but for the pictures."""
         spec, tensors = self.spec, rows.tensors
@@ -216,7 +201,21 @@ class BatchReader:
         """What became of the records at the wanted places; those that could be made are laid into the rows."""
 
         def lay(place: int, made: np.void) -> None:
-            self._lay(rows, place, records[place], step, made)
+            record = records[place]
+            views = self.slot_rows.views
+            own = slice(place * views, (place + 1) * views)
+            if self.spec.pictures:
+                rows["pixels"][own] = made["pixels"]
+            rows["tokens"][own], rows["weights"][own] = made["tokens"], made["weight"]
+            rows["labels"][:, own] = made["labels"][:, None]
+            rows["listed"][own], rows["right"][own] = made["listed"], made["right"]
+            for view in range(views):
+                if self.spec.mask_patches:
+                    rows["noise"][own][view] = mask_noise(
+                        self._mask_key(step), step, record, self.spec.mask_patches, view
+                    )
+                if self.spec.drop_keys:
+                    rows["drop_keys"][own][view] = self.drop_key(record, step, view)
 
         try:
             if self._processes is None:

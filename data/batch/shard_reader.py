@@ -13,10 +13,10 @@ from typing import Protocol, runtime_checkable
 
 from murmuration.data.decode.pool import LIMITS, Limits
 from murmuration.data.store.cache import Cache, CachedRanges
-from murmuration.data.store.local import LocalFiles, RangeSource
 from murmuration.data.store.place import Place, RecordIndex, ShardError, UnreadableError
 from murmuration.data.store.remote import ChangedShardError, Identity, RemoteRanges
 from murmuration.data.store.retry import Patience, patiently
+from murmuration.data.store.stored import LocalFiles, RangeSource
 from murmuration.data.store.tar import DAMAGED
 
 

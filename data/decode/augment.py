@@ -11,20 +11,29 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal, NamedTuple
 
 import numpy as np
-from PIL import Image
-
-from murmuration.data.decode.resize import resized
+from PIL import Image, features
 
 AugmentKind = Literal["none", "center", "random_resized_crop", "inception_crop"]
 KINDS: tuple[AugmentKind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
 # The smallest and largest share of the area that a random crop keeps.
 AREAS: dict[AugmentKind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
 RATIO = (3 / 4, 4 / 3)
+try:
+    import cykooz_resizer as simd
+except ImportError:
+    simd = None
+
 # A picture of an extreme shape is not resized as a whole beyond this number of pixels, only the part that is shown.
 MOST_RESIZED = 1 << 24
+DECODER = ", ".join(
+    [f"Pillow {Image.__version__}", f"libjpeg-turbo {features.version_feature('libjpeg_turbo')}"]
+    + ([] if simd is None else [f"cykooz-resizer {version('cykooz-resizer')}"])
+)  # fmt: skip
+"""What makes pixels of bytes, with versions."""
 
 
 class ResizeCrop(NamedTuple):
@@ -71,7 +80,9 @@ class View:
         """uint8 [size, size, 3]. `image` may be the whole one at 1/`shrunk`, with `margin` full pixels before it on the
         left and at the top."""
         if self.resized is not None and self.resized[0] * self.resized[1] <= MOST_RESIZED:
-            return _cut_from_resized(image, size, *self.resized)
+            wide, high, left, top = self.resized
+            whole = image.resize((wide, high), Image.Resampling.BICUBIC)
+            return np.asarray(whole.crop((left, top, left + size, top + size)))
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
         box = (left, top, min(right, image.width), min(bottom, image.height))
         whole = box == (0, 0, size, size) == (0, 0, *image.size)
@@ -82,11 +93,6 @@ class View:
         for channel in range(3):  # NumPy turns rows of three bytes five times more slowly than planes
             mirrored[..., channel] = out[:, ::-1, channel]
         return mirrored
-
-
-def _cut_from_resized(image: Image.Image, size: int, wide: int, high: int, left: int, top: int) -> np.ndarray:
-    whole = image.resize((wide, high), Image.Resampling.BICUBIC)
-    return np.asarray(whole.crop((left, top, left + size, top + size)))
 
 
 def _further(view: int) -> bytes:
@@ -116,7 +122,13 @@ def choose_view(
     kind: Augment, width: int, height: int, size: int, key: bytes, step: int, record: int, view: int = 0
 ) -> View:  # fmt: skip
     if isinstance(kind, ResizeCrop):
-        return _resized_crop(kind, width, height, size)
+        # With torchvision's rounding to whole pixels.
+        shorter = size * kind.resize // kind.crop
+        wide, high = (int(shorter * side / min(width, height)) for side in (width, height))
+        left, top = round((wide - size) / 2), round((high - size) / 2)
+        across, down = width / wide, height / high
+        box = (left * across, top * down, (left + size) * across, (top + size) * down)
+        return View(box, resized=(wide, high, left, top))
     if kind == "none":
         return View((0, 0, width, height))
     if kind == "center":
@@ -128,16 +140,6 @@ def choose_view(
         flip = uniforms.next() < 0.5
         return View(_crop_box(width, height, AREAS[kind], uniforms), flip)
     raise ValueError(f"augment '{kind}' is unknown; choose one of {', '.join(KINDS)}")
-
-
-def _resized_crop(kind: ResizeCrop, width: int, height: int, size: int) -> View:
-    """With torchvision's rounding to whole pixels."""
-    shorter = size * kind.resize // kind.crop
-    wide, high = (int(shorter * side / min(width, height)) for side in (width, height))
-    left, top = round((wide - size) / 2), round((high - size) / 2)
-    across, down = width / wide, height / high
-    box = (left * across, top * down, (left + size) * across, (top + size) * down)
-    return View(box, resized=(wide, high, left, top))
 
 
 def _crop_box(
@@ -177,3 +179,25 @@ def mask_noise(key: bytes, step: int, record: int, patches: int, view: int = 0) 
     raw = hashlib.shake_128(b"mur-mask-noise" + struct.pack("<Q", len(key)) + key + name).digest(4 * patches)
     # 24 bits, the most that float32 holds exactly: a value rounded up to 1.0 would leave the interval.
     return (np.frombuffer(raw, dtype="<u4") >> 8).astype(np.float32) * np.float32(2.0**-24)
+
+
+def resized(image: Image.Image, box: tuple[float, float, float, float], size: tuple[int, int]) -> np.ndarray:
+    """uint8 [height, width, 3] of the box (left, top, right, bottom) of an RGB image, whose sides need not be whole.
+    `size` is (width, height). The part is cut out, then resized by an antialiased cubic filter, as in torchvision's and
+    timm's crops.
+
+    By the SIMD code of fast_image_resize; where there is no wheel of it (Linux on ARM), by Pillow. Each gives the same
+    pixels on every processor; they differ from each other by rounding, so which one it is belongs to what identifies a
+    phase.
+    """
+    left, top = math.floor(box[0]), math.floor(box[1])
+    part = image.crop((left, top, math.ceil(box[2]), math.ceil(box[3])))
+    box = (box[0] - left, box[1] - top, box[2] - left, box[3] - top)
+    if simd is None:
+        return np.asarray(part.resize(size, Image.Resampling.BICUBIC, box=box))
+    source = simd.ImageData(*part.size, simd.PixelType.U8x3, part.tobytes())
+    target = simd.ImageData(*size, simd.PixelType.U8x3)
+    cut = simd.CropBox(box[0], box[1], box[2] - box[0], box[3] - box[1])
+    cubic = simd.ResizeAlg.convolution(simd.FilterType.catmull_rom)
+    simd.Resizer().resize(source, target, simd.ResizeOptions(resize_alg=cubic, crop_box=cut, use_alpha=False))
+    return np.frombuffer(target.get_buffer(), np.uint8).reshape(size[1], size[0], 3)

@@ -115,7 +115,10 @@ def _decoded(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise Image.DecompressionBombError
-            turn = _orientation(image)
+            try:
+                turn = image.getexif().get(_ORIENTATION, 1)
+            except Exception:
+                turn = 1
             full = image.size
             side = at_least(*_upright(full, turn))
             if side is not None:
@@ -131,13 +134,6 @@ def _decoded(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded
         raise BadRecord(f"the image has more than {MAX_PIXELS} pixels") from None
     except UnidentifiedImageError:
         raise BadRecord(f"the bytes are not an image in any of {', '.join(FORMATS)}") from None
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(_ORIENTATION, 1)
-    except Exception:
-        return 1
 
 
 def _upright(size: tuple[int, int], orientation: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from murmuration.data.decode.class_list import ClassList
@@ -181,3 +182,27 @@ def _class_number(members: Mapping[str, bytes], names: Mapping[str, int]) -> int
     if number is None:
         raise BadRecord("the record has no .cls with the number of a class, or with a name on the class list")
     return number
+
+
+@dataclass(frozen=True)
+class ClassFilter:
+    """Leaves public records of some classes out, by the names in a public list. `classes` and `label` say which class a
+    record of a shard has; class folders need neither.
+
+    Only for public records. Whether a private record is of such a class is a fact about that record, and n must not
+    depend on it.
+    """
+
+    excluded: ClassList
+    label: str | None
+    classes: ClassList | None
+
+    def keeps(self, members: Mapping[str, bytes]) -> bool:
+        """Whether a record of a shard takes part. One without a readable class does, and is a bad record."""
+        assert self.label is not None and self.classes is not None
+        try:
+            number = class_in_file(members, self.label, self.classes)
+        except BadRecord:
+            return True
+        names = self.classes.in_files
+        return not 0 <= number < len(names) or names[number] not in self.excluded.numbers

@@ -96,7 +96,13 @@ class DecodeProcess:
         ours, theirs = socket.socketpair()
         row = setup.maker.row
         size = HEAD + setup.rows * row.itemsize
-        shared = _anonymous_file(size)
+        # A file without a name, so that nothing is left behind if either process is killed.
+        if hasattr(os, "memfd_create"):
+            shared = os.memfd_create("pixels")
+        else:
+            with tempfile.TemporaryFile() as file:
+                shared = os.dup(file.fileno())
+        os.ftruncate(shared, size)
         try:
             mapped = mmap.mmap(shared, size)
             self.rows = np.frombuffer(mapped, row, offset=HEAD)
@@ -178,17 +184,6 @@ class DecodeProcess:
         self._process.wait()
         self._control.close()
         self._ours.close()
-
-
-def _anonymous_file(size: int) -> int:
-    """A file without a name, so that nothing is left behind if either process is killed."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("pixels")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
-    return descriptor
 
 
 _OUTSIDE_TRIES = 3  # tries that end by a signal no decoder sends itself

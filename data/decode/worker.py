@@ -22,8 +22,7 @@ from PIL import Image
 
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.record import RecordMaker
-from murmuration.data.store.local import LocalFiles
-from murmuration.data.store.stored import Stored
+from murmuration.data.store.stored import LocalFiles, Stored
 
 READY = b"ready"
 MADE, LEFT_OUT, UNREAD, BAD, NO_MEMORY = "made", "left out", "unread", "bad", "memory"

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 from webdataset import filters, pipeline, shardlists, tariterators
 
-from murmuration.data.decode.class_filter import ClassFilter
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.index.scan import scan
 from murmuration.data.index.shard_index import expand

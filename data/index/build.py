@@ -25,7 +25,7 @@ import numpy as np
 
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.strict_json import parse
-from murmuration.data.index.census import Census, remarks, total
+from murmuration.data.index.census import Census, Names, read_census, remarks, total, write_census
 from murmuration.data.index.format import (
     OFFSETS,
     SHARDS,
@@ -34,7 +34,6 @@ from murmuration.data.index.format import (
     shard_of,
     write_manifest,
 )
-from murmuration.data.index.kept_census import Names, read_census, write_census
 from murmuration.data.index.scan import Scan, Stamp, check_stats, scan, stamp_of
 from murmuration.data.index.units import (
     DIGEST_BYTES,

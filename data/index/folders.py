@@ -73,9 +73,10 @@ def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]
     """The records, sorted by class and path, and whether they have classes."""
     found = [(name, state) for name, state in _walk(root) if state is not None and _is_image(name)]
     if not found:
+        others = Counter(extension(name) for name in ignored_names(root))
+        but = f", but {most_common(others)}" if others else ""
         raise ShardError(
-            f"{root}: neither tar shards nor images ({', '.join(IMAGES)}) in this folder{_but(ignored_files(root))}; "
-            "name another"
+            f"{root}: neither tar shards nor images ({', '.join(IMAGES)}) in this folder{but}; name another"
         )
     chosen = _recognise(root, [name for name, _ in found]) if rule == "auto" else rule
     files = [ImageFile(_group(name, chosen), name, state.st_size, state.st_mode) for name, state in found]
@@ -85,13 +86,13 @@ def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]
             "--classes none"
         )
     if chosen == "top":
-        _refuse_empty(root, {file.group for file in files})
+        # torchvision numbers all class folders and refuses empty ones; skipping one would shift the labels after it.
+        groups = {file.group for file in files}
+        with os.scandir(root) as entries:
+            folders = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
+        if empty := min(folders - groups, default=None):
+            raise ShardError(f"{root / empty}: no image in this class folder; remove it, or pass --classes none")
     return sorted(files, key=lambda file: (os.fsencode(file.group), file.name)), chosen != "none"
-
-
-def ignored_files(root: Path) -> Counter[str]:
-    """The number of files that are not records, by extension."""
-    return Counter(extension(name) for name in ignored_names(root))
 
 
 def ignored_names(root: Path) -> Iterator[str]:
@@ -112,10 +113,6 @@ def most_common(files: Counter[str]) -> str:
     """How many files, and of which extensions: 3 files (2 .dcm, 1 .csv)."""
     named = ", ".join(f"{count} {what}" for what, count in files.most_common(_SHOWN))
     return f"{files.total()} {'file' if files.total() == 1 else 'files'} ({named})"
-
-
-def _but(others: Counter[str]) -> str:
-    return f", but {most_common(others)}" if others else ""
 
 
 def _walk(root: Path) -> Iterator[tuple[bytes, os.stat_result | None]]:
@@ -178,14 +175,6 @@ def _recognise(root: Path, names: list[bytes]) -> Rule:
 
 def _deep(names: list[bytes]) -> bool:
     return all(name.count(b"/") >= 2 for name in names)
-
-
-def _refuse_empty(root: Path, groups: set[str]) -> None:
-    """torchvision numbers all class folders and refuses empty ones; skipping one would shift the labels after it."""
-    with os.scandir(root) as entries:
-        folders = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
-    if empty := min(folders - groups, default=None):
-        raise ShardError(f"{root / empty}: no image in this class folder; remove it, or pass --classes none")
 
 
 NAMES, ROWS, DIGESTS = "names.bin", "files.npy", "digests.npy"

@@ -20,7 +20,16 @@ def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent")
     if is_url(text := os.fspath(folder)):
         require_no_access(text)
     if _names_shards(folder):
-        return _by_pattern(folder, excluded)
+        places = [Path(os.path.realpath(place)) for place in expand(folder)]
+        root = Path(os.path.commonpath([place.parent for place in places]))
+        index = ShardIndex.open(_built(root, folder), excluded=excluded)
+        found = [Path(os.path.realpath(index.place(number))) for number in range(len(index.shards))]
+        if found != places:
+            raise ShardError(
+                f"{index.folder}: its {len(found)} shards are not the {len(places)} that {os.fspath(folder)} names; "
+                f"name the folder for all of them, or {mend(_quoted(folder))} --out INDEX and name INDEX"
+            )
+        return index
     kind = read_manifest(folder).kind
     return (FolderIndex if kind == FILES else ShardIndex).open(folder, excluded=excluded)
 
@@ -30,19 +39,6 @@ def _names_shards(folder: str | os.PathLike[str]) -> bool:
     if is_url(text) or os.path.isdir(text) or (find(text) / MANIFEST).is_file():
         return False
     return "{" in text or text.endswith(".tar")
-
-
-def _by_pattern(pattern: str | os.PathLike[str], excluded: Handling) -> ShardIndex:
-    places = [Path(os.path.realpath(place)) for place in expand(pattern)]
-    root = Path(os.path.commonpath([place.parent for place in places]))
-    index = ShardIndex.open(_built(root, pattern), excluded=excluded)
-    found = [Path(os.path.realpath(index.place(number))) for number in range(len(index.shards))]
-    if found != places:
-        raise ShardError(
-            f"{index.folder}: its {len(found)} shards are not the {len(places)} that {os.fspath(pattern)} names; name "
-            f"the folder for all of them, or {mend(_quoted(pattern))} --out INDEX and name INDEX"
-        )
-    return index
 
 
 def _built(root: Path, pattern: str | os.PathLike[str]) -> Path:

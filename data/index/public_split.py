@@ -18,9 +18,9 @@ import numpy as np
 
 from murmuration.data.index.epochs import Shuffle
 from murmuration.data.index.public_cut import PublicSplit
+from murmuration.data.index.selection import IndexView
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.unit_table import UnitTable
-from murmuration.data.index.view import IndexView
 from murmuration.data.store.place import RecordIndex, ShardError, join
 
 _NAME = b"murmuration public fraction 1"

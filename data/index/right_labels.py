@@ -16,7 +16,7 @@ from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.data.decode.fields import RIGHT
 from murmuration.data.index.folders import IMAGES, FolderIndex
 from murmuration.data.index.public_split import whole_of
-from murmuration.data.index.view import IndexView
+from murmuration.data.index.selection import IndexView
 from murmuration.data.store.place import RecordIndex, ShardError
 from murmuration.data.store.tar import key_of, shown
 
@@ -52,17 +52,15 @@ class RightLabels:
 
 
 def _numbers(path: Path, name: str, given: Any, numbers: Mapping[str, int], count: int) -> tuple[int, ...]:
-    found = [numbers.get(each, -1) if isinstance(each, str) else each for each in given] if _is_list(given) else [-1]
+    found = [-1]
+    if isinstance(given, list) and all(type(each) in (int, str) for each in given):
+        found = [numbers.get(each, -1) if isinstance(each, str) else each for each in given]
     if any(not 0 <= number < count for number in found):
         raise ShardError(
             f"{path}: the labels of {shown(name)} are no list of classes; write numbers below {count}, or names of "
             "classes"
         )
     return tuple(found)
-
-
-def _is_list(given: Any) -> bool:
-    return isinstance(given, list) and all(type(each) in (int, str) for each in given)
 
 
 def _without_extension(name: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from murmuration.data.decode.class_filter import ClassFilter
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.index.build import Wanted, write_index
 from murmuration.data.index.census import beside_shards
 from murmuration.data.index.format import (
@@ -103,19 +103,15 @@ def build(
     target = Path(os.path.realpath(folder)) if folder is not None else Path(root) / FOLDER
     report, said = progress or (lambda done, total: None), tell or (lambda sentence: None)
     write_index(root, names, target, wanted or Wanted(workers=workers), report, said)
-    _name_alike(target, folders_of(root, names))
+    # All indexes of the same records have one salt: ledgers then name the records alike.
+    try:
+        make_salt(target, folders_of(root, names))
+    except OSError as error:
+        raise cannot_write(target / SALT, error) from error
     if isinstance(shards, str | os.PathLike) and os.path.isdir(shards):
         for sentence in beside_shards(Path(shards)):
             said(sentence)
     return ShardIndex.open(target)
-
-
-def _name_alike(target: Path, beside: Sequence[Path]) -> None:
-    """All indexes of the same records have one salt: ledgers then name the records alike."""
-    try:
-        make_salt(target, beside)
-    except OSError as error:
-        raise cannot_write(target / SALT, error) from error
 
 
 def _common_root(places: Sequence[Place]) -> tuple[Place, list[str]]:

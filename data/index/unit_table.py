@@ -59,7 +59,8 @@ class UnitTable:
 
     def records_of(self, unit: int) -> np.ndarray:
         """The unit's records, sorted."""
-        self._require(unit)
+        if not 0 <= unit < self.count:
+            raise ShardError(f"unit {unit} is outside 0..{self.count - 1}; the numbers belong to another index")
         return np.asarray(self._records[int(self._starts[unit]) : int(self._starts[unit + 1])])
 
     def records_of_all(self, units: np.ndarray) -> np.ndarray:
@@ -114,10 +115,6 @@ class UnitTable:
     def at(self, theirs: np.ndarray, units: np.ndarray, places: np.ndarray) -> np.ndarray:
         """The records at these places of units of a part that has `theirs` of this table's."""
         return np.asarray(self._records[self._starts[theirs[units]] + places])
-
-    def _require(self, unit: int) -> None:
-        if not 0 <= unit < self.count:
-            raise ShardError(f"unit {unit} is outside 0..{self.count - 1}; the numbers belong to another index")
 
 
 def digest_of(starts: np.ndarray, of: np.ndarray) -> str:

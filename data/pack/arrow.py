@@ -44,7 +44,7 @@ def _readable(arrow: Any, path: Path, what: str, fix: str) -> Iterator[None]:
         raise PackError(f"{path}: not a readable {what} ({error}); {fix}") from None
 
 
-class _Parquet:
+class Parquet:
     """One file. `batches` begins at the group of rows that contains `row`."""
 
     def __init__(self, path: Path) -> None:
@@ -94,23 +94,15 @@ class _Stream:
             yield stream
 
 
-_File = _Parquet | _Stream
+_File = Parquet | _Stream
 
 
 def parquet_cells(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a table that names its pictures by their paths."""
-    file = _Parquet(table)
+    file = Parquet(table)
     for first, batch in file.batches(file.schema.names):
         for number, cells in enumerate(batch.to_pylist(), start=first):
             yield f"{table.name}[{number}]", cells
-
-
-def holds_pictures(file: _File) -> bool:
-    return bool(_picture_columns(file.schema))
-
-
-def open_parquet(path: Path) -> _Parquet:
-    return _Parquet(path)
 
 
 class Pictures:
@@ -193,7 +185,7 @@ def _bytes(cell: Any) -> bytes:
     return raw if isinstance(raw, bytes) else b""
 
 
-def _picture_columns(schema: Any) -> list[str]:
+def picture_columns(schema: Any) -> list[str]:
     types = _pyarrow().types
 
     def holds(kind: Any) -> bool:
@@ -206,27 +198,23 @@ def _picture_columns(schema: Any) -> list[str]:
 
 def _recognised(file: _File, columns: Columns) -> tuple[Columns, tuple[str, ...]]:
     """The meaning of the columns, and the names of the classes if the label is a ClassLabel of `datasets`."""
-    pictures = _picture_columns(file.schema)
+    pictures = picture_columns(file.schema)
     image = columns.image or next((name for name in (*_NAMES, *pictures) if name in pictures), None)
     if image not in pictures:
         raise PackError(f"{file.path}: no column of pictures (bytes) called {image!r}; choose one with --image")
     used = replace(columns, image=image).within(file.schema.names, file.path)
-    named = _class_names(file.schema)
-    if used.label is None and len(named) == 1:
-        used = replace(used, label=next(iter(named)))
-    return used, named.get(used.label or "", ())
-
-
-def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-        return {
+        features = json.loads((file.schema.metadata or {})[b"huggingface"])["info"]["features"]
+        named = {
             name: tuple(" ".join(str(each).split()) for each in feature["names"])
             for name, feature in features.items()
             if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
         }
     except (KeyError, TypeError, ValueError, AttributeError):
-        return {}
+        named = {}
+    if used.label is None and len(named) == 1:
+        used = replace(used, label=next(iter(named)))
+    return used, named.get(used.label or "", ())
 
 
 def open_parquet_folder(source: Path, split: str | None, columns: Columns) -> Pictures:
@@ -238,7 +226,7 @@ def open_parquet_folder(source: Path, split: str | None, columns: Columns) -> Pi
     splits = {path.name.partition("-")[0] for path in mine}
     if split is None and len(splits) > 1:
         raise PackError(f"{source}: holds {', '.join(sorted(splits))}; choose one with --split")
-    return Pictures([_Parquet(path) for path in mine], columns)
+    return Pictures([Parquet(path) for path in mine], columns)
 
 
 def parquet_files(source: Path) -> list[Path]:

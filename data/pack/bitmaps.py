@@ -47,11 +47,6 @@ CIFAR100 = _Form(
 )  # fmt: skip
 
 
-def is_pickled(source: Path) -> bool:
-    names = {source.name, *(path.name for path in source.iterdir())} if source.is_dir() else set[str]()
-    return bool(names & {*CIFAR10.pickled, *CIFAR100.pickled})
-
-
 class Cifar:
     def __init__(self, source: Path, form: _Form, split: str) -> None:
         self._form, self._root = form, inner(source, *form.folders)
@@ -59,7 +54,9 @@ class Cifar:
             raise PackError(f"--split {split}: {form.name} has {' and '.join(form.splits)}")
         self._files = form.splits[split]
         needed = [*self._files, form.names, *([form.coarse] if form.coarse else [])]
-        if is_pickled(source) and not all((self._root / file).exists() for file in needed):
+        names = {source.name, *(path.name for path in source.iterdir())} if source.is_dir() else set[str]()
+        pickled = names & {*CIFAR10.pickled, *CIFAR100.pickled}
+        if pickled and not all((self._root / file).exists() for file in needed):
             raise PackError(
                 f"{source}: this version of {form.name} is for Python; its files are pickles, which may run any code "
                 "and are not opened: fetch the binary version, " + form.layout

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.data.pack.json_stream import elements
-from murmuration.data.pack.row import NO_NAME, UNREADABLE, Fault, Files, PackError, Row, inner, named, require
+from murmuration.data.pack.row import NO_NAME, UNREADABLE, Fault, Files, PackError, Row, named, require
 
 COCO = (
     "COCO/annotations/captions_train2017.json beside COCO/train2017/000000000009.jpg (name any other JSON of this form "
@@ -89,14 +89,6 @@ class Coco(Files):
 
 def _plain(number: Any) -> bool:
     return isinstance(number, str) or (isinstance(number, int) and abs(number) < 1 << 62)
-
-
-def open_coco(source: Path, split: str) -> Coco:
-    """`split` is train2017, val2014 and the like."""
-    root = inner(source, "COCO", "coco")
-    annotations = f"annotations/captions_{split}.json"
-    require(root, "COCO captions", [annotations, split], COCO)
-    return Coco(root / split, root / annotations)
 
 
 def open_inat(source: Path, split: str) -> Coco:

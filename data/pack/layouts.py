@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from murmuration.data.pack import arrow, bitmaps, coco, listed, urls
+from murmuration.data.pack import arrow, bitmaps, coco, listed, table
+from murmuration.data.pack.coco import COCO, Coco
 from murmuration.data.pack.columns import Columns
-from murmuration.data.pack.row import Layout, PackError
+from murmuration.data.pack.row import Layout, PackError, inner, require
 from murmuration.data.pack.table import METADATA, Table
 
 _SPLITS = {
@@ -55,7 +56,15 @@ def open_layout(source: Source) -> Layout:
 
 def recognise(source: Source) -> str:
     if source.table is not None:
-        return _of_table(source.table)
+        kind = source.table.suffix.lower()
+        if kind == ".json":
+            from murmuration.data.pack.json_stream import elements
+
+            key = next((key for key, _ in elements(source.table)), "")
+            return "coco" if key else "table"
+        if kind == ".parquet":
+            return "parquet"
+        return "cc3m" if kind in (".tsv", ".txt") and table.names_urls(source.table) else "table"
     root = source.folder
     if not root.is_dir():
         raise PackError(f"{root}: not a folder; name the folder of the pictures, and a table with --csv")
@@ -63,18 +72,6 @@ def recognise(source: Source) -> str:
         raise PackError(f"{root}: holds tar shards, which need no packing: python launch/prepare.py index {root}")
     found = next((layout for layout, there in _MARKS.items() if there(root)), None)
     return found or "folders"
-
-
-def _of_table(path: Path) -> str:
-    kind = path.suffix.lower()
-    if kind == ".json":
-        from murmuration.data.pack.json_stream import elements
-
-        key = next((key for key, _ in elements(path)), "")
-        return "coco" if key else "table"
-    if kind == ".parquet":
-        return "parquet"
-    return "cc3m" if kind in (".tsv", ".txt") and urls.names_urls(path) else "table"
 
 
 def _any(*names: str) -> Callable[[Path], bool]:
@@ -110,14 +107,18 @@ def _table(source: Source) -> Layout:
 def _parquet(source: Source) -> Layout:
     if source.table is None:
         return arrow.open_parquet_folder(source.folder, source.split, source.columns)
-    file = arrow.open_parquet(source.table)
-    return arrow.Pictures([file], source.columns) if arrow.holds_pictures(file) else _table(source)
+    file = arrow.Parquet(source.table)
+    return arrow.Pictures([file], source.columns) if arrow.picture_columns(file.schema) else _table(source)
 
 
 def _coco(source: Source) -> Layout:
     if source.table is not None:
         return coco.Coco(source.folder, source.table)
-    return coco.open_coco(source.folder, source.split_of("coco"))
+    split = source.split_of("coco")
+    root = inner(source.folder, "COCO", "coco")
+    annotations = f"annotations/captions_{split}.json"
+    require(root, "COCO captions", [annotations, split], COCO)
+    return Coco(root / split, root / annotations)
 
 
 def _cc3m(source: Source) -> Layout:
@@ -125,14 +126,14 @@ def _cc3m(source: Source) -> Layout:
         raise PackError(
             f"{source.folder}: name the list of captions and URLs with --csv, such as Train_GCC-training.tsv"
         )
-    return urls.Tsv(source.folder, source.table)
+    return table.Tsv(source.folder, source.table)
 
 
 _OPEN: dict[str, Callable[[Source], Layout]] = {
     "table": _table,
     "coco": _coco,
     "cc3m": _cc3m,
-    "sbu": lambda source: urls.Sbu(source.folder),
+    "sbu": lambda source: table.Sbu(source.folder),
     "parquet": _parquet,
     "datasets": lambda source: arrow.open_saved(source.folder, source.split, source.columns),
     "cifar10": lambda source: bitmaps.Cifar(source.folder, bitmaps.CIFAR10, source.split_of("cifar10")),

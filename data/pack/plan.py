@@ -109,12 +109,10 @@ class Plan:
             (label or row.label, unit or row.unit, row.captions is not None, number),
         )
         if row.captions is not None:
-            self._add_captions(number, row, [text for each in row.captions if (text := _clean(each))])
-
-    def _add_captions(self, number: int, row: Row, found: list[str]) -> None:
-        self._table.executemany("insert into captions(id, text) values(?, ?)", [(number, text) for text in found])
-        if len(found) < len(row.captions or ()):
-            self._note(number, Fault(row.row, row.image, EMPTY_CAPTION))
+            found = [text for each in row.captions if (text := _clean(each))]
+            self._table.executemany("insert into captions(id, text) values(?, ?)", [(number, text) for text in found])
+            if len(found) < len(row.captions):
+                self._note(number, Fault(row.row, row.image, EMPTY_CAPTION))
 
     def _number(self, row: Row) -> int:
         """The image of this row, which is a new one if neither its name nor its file was there before."""

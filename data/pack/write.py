@@ -17,7 +17,7 @@ import sqlite3
 import stat
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -25,9 +25,14 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+from PIL import Image
+
 from murmuration.accounting.durable import remove_left, sync, try_lock
+from murmuration.data.decode import pool
+from murmuration.data.decode.augment import resized
 from murmuration.data.decode.class_list import OF_ROWS, RECEIPT, ClassList
-from murmuration.data.decode.decode import BadRecord
+from murmuration.data.decode.decode import FORMATS, MAX_PIXELS, BadRecord, decode_scaled, parsing
 from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.decode.record import DataSpec, RecordMaker
@@ -35,9 +40,12 @@ from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.pack.dicom import Window, as_png, is_dicom
 from murmuration.data.pack.plan import Labels, Plan, Planned, settle
 from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, Layout, PackError
-from murmuration.data.pack.shrink import Shrinking
 from murmuration.data.store.index_files import index_file, make_folder, read_json
 from murmuration.data.store.tar import shown
+
+QUALITY = 95  # as img2dataset writes
+_WITH_LOSS = ("JPEG", "WEBP")
+
 
 CLASSES, LEFT_OUT = "classes.txt", "left_out.jsonl"
 HELD_OUT = "-held-out"
@@ -47,6 +55,64 @@ _AT_ONCE = 64  # pictures in memory
 _LONGEST_STEM = 60
 _FORMS = {"jpg": b"\xff\xd8\xff", "png": b"\x89PNG\r\n\x1a\n", "gif": b"GIF8", "bmp": b"BM"}
 _ODD = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class _Shrinker(RecordMaker):
+    """Runs in a decoding process."""
+
+    side: int = 0
+
+    @property
+    def row(self) -> np.dtype[np.void]:
+        """A file of any size that a picture may have; memory is only taken up to the largest one that was written."""
+        return np.dtype([("bytes", "i8"), ("file", "u1", (4 * MAX_PIXELS,))])
+
+    def make(self, members: Mapping[str, bytes], record: int, step: int, key: bytes, into: np.void) -> bool:
+        raw = members["jpg"]
+        image = decode_scaled(raw, lambda _width, _height: None).image
+        shorter = min(image.size)
+        into["bytes"] = 0
+        if shorter > self.side:
+            with parsing("the image cannot be shrunk"):
+                width, height = (round(self.side * side / shorter) for side in image.size)
+                file = _file(resized(image, (0, 0, *image.size), (width, height)), raw)
+                into["file"][: len(file)] = np.frombuffer(file, np.uint8)
+                into["bytes"] = len(file)
+        return True
+
+
+def _file(pixels: np.ndarray, source: bytes) -> bytes:
+    grey = bool((pixels == pixels[:, :, :1]).all())  # a third of the bytes, and the same pixels when decoded
+    image, out = Image.fromarray(pixels[:, :, 0] if grey else pixels), io.BytesIO()
+    with Image.open(io.BytesIO(source), formats=FORMATS) as before:
+        form = "JPEG" if before.format in _WITH_LOSS else "PNG"
+    image.save(out, form, **({"quality": QUALITY} if form == "JPEG" else {}))
+    return out.getvalue()
+
+
+class Shrinking:
+    """Decoding processes that shrink pictures to `side` pixels of their shorter side, so that no reading decodes pixels
+    that no crop needs.
+
+    What was compressed with loss becomes JPEG, anything else PNG, which keeps the resized pixels as they are. Nothing
+    but the upright pixels is kept: no EXIF block, no colour profile.
+    """
+
+    def __init__(self, side: int, processes: int) -> None:
+        self._pool = DecodePool(_Shrinker(DataSpec(1), side=side), processes, most=1)
+
+    def picture(self, raw: bytes) -> bytes:
+        """The bytes themselves where the picture is small enough; raises BadRecord as decoding does."""
+        found: list[bytes] = []
+        wanted = pool.Wanted(0, None, lambda: {"jpg": raw})
+        (made,) = self._pool.make([wanted], 0, lambda _, row: found.append(row["file"][: row["bytes"]].tobytes()))
+        if not isinstance(made, bool):
+            raise made
+        return found[0] or raw
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 @dataclass(frozen=True)
@@ -212,7 +278,9 @@ class _Packer:
         return done
 
     def _members(self, record: Planned, raw: bytes) -> dict[str, bytes]:
-        found = {_suffix(raw): raw}
+        # By what the file is: names of downloaded pictures often lack it, or lie.
+        suffix = next((suffix for suffix, magic in _FORMS.items() if raw.startswith(magic)), "webp")
+        found = {suffix: raw}
         fields = dict(record.fields)
         if len(record.captions) == 1:
             found["txt"] = record.captions[0].encode()
@@ -236,7 +304,12 @@ class _Packer:
             with index_file(folder / CLASSES) as file:
                 file.write("".join(f"{name}\n" for name in self._labels.names).encode())
         if part == 0:
-            self._list_left_out(folder)
+            with index_file(folder / LEFT_OUT) as file:
+                for fault in self._plan.faults():
+                    file.write(_line(asdict(fault)))
+                for path in sorted((self._work / "notes").iterdir()):
+                    for fault in read_json(path):
+                        file.write(_line(fault))
         receipt: dict[str, Any] = {"digest": self._digest, "records": index.records}
         if self._labels.from_rows:
             receipt[OF_ROWS] = ClassList(self._labels.names).digest
@@ -244,14 +317,6 @@ class _Packer:
             receipt[SHRUNK_TO] = self._request.max_shorter_side
         _write_json(folder / RECEIPT, receipt)
         folder.rename(target)
-
-    def _list_left_out(self, folder: Path) -> None:
-        with index_file(folder / LEFT_OUT) as file:
-            for fault in self._plan.faults():
-                file.write(_line(asdict(fault)))
-            for path in sorted((self._work / "notes").iterdir()):
-                for fault in read_json(path):
-                    file.write(_line(fault))
 
 
 def _line(fault: dict[str, Any]) -> bytes:
@@ -336,11 +401,6 @@ def _write_shard(
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     return faults
-
-
-def _suffix(raw: bytes) -> str:
-    """By what the file is: names of downloaded pictures often lack it, or lie."""
-    return next((suffix for suffix, magic in _FORMS.items() if raw.startswith(magic)), "webp")
 
 
 def key_of(image: str) -> str:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from murmuration.accounting.durable import flush, try_lock
-from murmuration.data.store.local import RangeSource
 from murmuration.data.store.place import Place, Shard, ShardError
+from murmuration.data.store.stored import RangeSource
 
 _HEAD = 8 + 32  # length and SHA-256 before the bytes of a kept range
 _CHUNK = 8 << 20

@@ -83,7 +83,8 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
     extension: _Extension | None = None  # of a member that has not come yet
     while at < size and (header := _header(read, at, size, extension, what)) is not None:
         if header.kind == b"g":
-            _check_global(read, header, what)
+            if {"path", "size"} & _pax(read(header.data, header.length), header.at, what).keys():
+                raise ShardError(f"{what}: a global header at byte {header.at} renames members; rewrite the shard")
             # It belongs to the archive, not to the member after it, as in tarfile and therefore Energon.
             start = header.end if extension is None else start
         elif header.kind in _OF_NEXT:
@@ -97,7 +98,12 @@ def walk(read: Read, size: int, what: str, *, whole: bool) -> Generator[Member, 
     if extension is not None:
         raise ShardError(f"{what}: ends after an extension header, its file is missing")
     if whole:
-        _check_end(read, at, size, what)
+        if size - at < 2 * BLOCK:
+            raise ShardError(f"{what}: no end marker (two zero blocks); the file was cut off, fetch it again")
+        if size - at > LONGEST_END:
+            raise ShardError(f"{what}: a hole of zeros from byte {at} to the end at {size}; fetch the file again")
+        if any(read(at, size - at)):
+            raise ShardError(f"{what}: a zeroed hole at byte {at}, with data after it; fetch the file again")
     elif at != size:
         raise ShardError(f"{what}: zeros where a header belongs, at byte {at} of {size}")
     return at
@@ -184,11 +190,6 @@ def _extension(read: Read, header: _Header, before: _Extension | None, what: str
     return _Extension(name)
 
 
-def _check_global(read: Read, header: _Header, what: str) -> None:
-    if {"path", "size"} & _pax(read(header.data, header.length), header.at, what).keys():
-        raise ShardError(f"{what}: a global header at byte {header.at} renames members; rewrite the shard")
-
-
 def _check_member(header: _Header, extension: _Extension | None, what: str) -> None:
     if extension is not None and extension.name == "":
         raise ShardError(f"{what}: the member at byte {header.at} has an empty name; rewrite the shard")
@@ -201,15 +202,6 @@ def _check_member(header: _Header, extension: _Extension | None, what: str) -> N
 
 def _name(header: _Header, extension: _Extension | None) -> str:
     return (extension.name if extension is not None else None) or _ustar_name(header.block)
-
-
-def _check_end(read: Read, at: int, size: int, what: str) -> None:
-    if size - at < 2 * BLOCK:
-        raise ShardError(f"{what}: no end marker (two zero blocks); the file was cut off, fetch it again")
-    if size - at > LONGEST_END:
-        raise ShardError(f"{what}: a hole of zeros from byte {at} to the end at {size}; fetch the file again")
-    if any(read(at, size - at)):
-        raise ShardError(f"{what}: a zeroed hole at byte {at}, with data after it; fetch the file again")
 
 
 def _check_sum(header: bytes, at: int, what: str) -> None:

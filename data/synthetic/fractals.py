@@ -56,7 +56,8 @@ def _system(draws: Draws) -> tuple[Tensor, Tensor]:
     rows = torch.arange(batch, device=draws.device)
     maps, odds = maps.view(batch, _TRIES, MAPS, 6)[rows, chosen], odds.view(batch, _TRIES, MAPS)[rows, chosen]
     none = ~good.any(dim=1)
-    return torch.where(none[:, None, None], _square(maps), maps), torch.where(none[:, None], _even(odds), odds)
+    even = ((torch.arange(MAPS, device=odds.device) + 1) / 4).clamp(max=1).expand_as(odds)
+    return torch.where(none[:, None, None], _square(maps), maps), torch.where(none[:, None], even, odds)
 
 
 def _random_maps(draws: Draws, count: int) -> tuple[Tensor, Tensor]:
@@ -88,10 +89,6 @@ def _square(maps: Tensor) -> Tensor:
     zero = torch.zeros_like(turn)
     shift = quarter.to(maps.device).expand(*maps.shape[:-1], 2)
     return torch.cat([half, zero, zero, half.abs(), shift], dim=-1)
-
-
-def _even(odds: Tensor) -> Tensor:
-    return ((torch.arange(MAPS, device=odds.device) + 1) / 4).clamp(max=1).expand_as(odds)
 
 
 def _walk(draws: Draws, maps: Tensor, odds: Tensor, walkers: int, steps: int) -> tuple[Tensor, Tensor]:

@@ -31,25 +31,7 @@ OCTAVES = 4
 
 def shaders(draws: Draws, side: int) -> Tensor:
     """float32 [batch, side, side, 3] between -0.1 and 1.1."""
-    x, y = _plane(draws, side)
-    scale = draws.uniform(1, 1, low=0.8, high=1.2)
-    for _ in range(OCTAVES):
-        bend = draws.uniform(4, 1, 1, low=0.4, high=1.6)
-        phase = draws.uniform(2, 1, 1, high=2 * math.pi)
-        x, y = (
-            x + bend[:, 0] / scale * torch.sin(bend[:, 1] * scale * y + phase[:, 0]),
-            y + bend[:, 2] / scale * torch.sin(bend[:, 3] * scale * x + phase[:, 1]),
-        )
-        scale = scale * draws.uniform(1, 1, low=1.4, high=2.1)
-    rate = draws.uniform(2, 1, 1, low=0.6, high=2.0)
-    value = torch.sin(x * rate[:, 0]) + torch.cos(y * rate[:, 1])
-    level, swing = draws.uniform(1, 1, 3, low=0.35, high=0.65), draws.uniform(1, 1, 3, low=0.15, high=0.45)
-    speed, shift = draws.uniform(1, 1, 3, low=0.5, high=1.6), draws.uniform(1, 1, 3, high=2 * math.pi)
-    return level + swing * torch.cos(speed * value[..., None] + shift)
-
-
-def _plane(draws: Draws, side: int) -> tuple[Tensor, Tensor]:
-    """Initial coordinates: flat, around a point (rings and spirals), or folded like a kaleidoscope."""
+    # Initial coordinates: flat, around a point (rings and spirals), or folded like a kaleidoscope.
     zoom = draws.uniform(1, low=0.8, high=3.0)
     centre = draws.uniform(2, 1, low=-0.5, high=0.5)
     turn = draws.uniform(1, 1, high=2 * math.pi)
@@ -65,10 +47,24 @@ def _plane(draws: Draws, side: int) -> tuple[Tensor, Tensor]:
     spiral = angle * (draws.choice(4, 1, 1) + 1)
     kind = draws.choice(4, 1, 1)
     ring, mirror = kind == 1, kind == 2
-    return (
+    x, y = (
         torch.where(ring, 2 * length, torch.where(mirror, length * folded.cos(), x)),
         torch.where(ring, torch.sin(spiral) * length, torch.where(mirror, length * folded.sin(), y)),
     )
+    scale = draws.uniform(1, 1, low=0.8, high=1.2)
+    for _ in range(OCTAVES):
+        bend = draws.uniform(4, 1, 1, low=0.4, high=1.6)
+        phase = draws.uniform(2, 1, 1, high=2 * math.pi)
+        x, y = (
+            x + bend[:, 0] / scale * torch.sin(bend[:, 1] * scale * y + phase[:, 0]),
+            y + bend[:, 2] / scale * torch.sin(bend[:, 3] * scale * x + phase[:, 1]),
+        )
+        scale = scale * draws.uniform(1, 1, low=1.4, high=2.1)
+    rate = draws.uniform(2, 1, 1, low=0.6, high=2.0)
+    value = torch.sin(x * rate[:, 0]) + torch.cos(y * rate[:, 1])
+    level, swing = draws.uniform(1, 1, 3, low=0.35, high=0.65), draws.uniform(1, 1, 3, low=0.15, high=0.45)
+    speed, shift = draws.uniform(1, 1, 3, low=0.5, high=1.6), draws.uniform(1, 1, 3, high=2 * math.pi)
+    return level + swing * torch.cos(speed * value[..., None] + shift)
 
 
 _FAMILIES: tuple[Callable[[Draws, int], Tensor], ...] = (dead_leaves, spectrum, fractals, shaders)

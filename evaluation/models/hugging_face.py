@@ -72,7 +72,11 @@ def open_hugging_face(
         raise EvaluationError(f"{folder} has no {WEIGHT_FILES[0]}; save the model again, as safetensors")
     kept = {key: value for key, value in told.items() if key not in LEFT_OUT - NEEDED}
     config: Any = _config(kept)
-    classifies = _classifies(config)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
+    known = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, ())
+    names = {known} if isinstance(known, str) else set(known)
+    classifies = not names.isdisjoint(config.architectures or ())
     # Of what sees and reads, what sees.
     config = config if classifies else getattr(config, "vision_config", config)
     if config.model_type == "vit_mae":
@@ -114,14 +118,6 @@ def _without_kernels(told: dict[str, Any]) -> dict[str, Any]:
     # The sizes of convolutions are numbers.
     found |= {key: value for key, value in told.items() if "kernel" in key and not isinstance(value, str | dict | bool)}
     return {key: _without_kernels(value) if isinstance(value, dict) else value for key, value in found.items()}
-
-
-def _classifies(config: Any) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-
-    known = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, ())
-    names = {known} if isinstance(known, str) else set(known)
-    return not names.isdisjoint(config.architectures or ())
 
 
 def _loaded(folder: Path, config: Any, classifies: bool) -> tuple[Any, set[str], list[str]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.data.decode.augment import ResizeCrop, mask_noise
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import PictureMaker
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.evaluation.errors import EvaluationError

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmuration.accounting.certificate.weights import AVERAGED, read_lists
 from murmuration.data.draw.micro_batch import Normalisation
@@ -18,23 +18,20 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.hugging_face import open_hugging_face
-from murmuration.evaluation.models.library import HEAD, LibraryClassifier
+from murmuration.evaluation.models.library import HEAD, LibraryClassifier, filled
 from murmuration.evaluation.models.subject import Subject, undescribed
-from murmuration.evaluation.models.timm_classifier import TimmClassifier, open_timm_classifier
-from murmuration.model.build import Objective, build
+from murmuration.model.build import Model, Objective, build
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
-from murmuration.model.language_model import LanguageModel
 from murmuration.model.load_report import LoadReport, WeightsError
-from murmuration.model.named import Named
+from murmuration.model.named import Named, reads_texts
 from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape
-from murmuration.model.warm_start import initialise_with
+from murmuration.model.warm_start import initialise_from, initialise_with
 from murmuration.model.weight_files import read_weights
 from murmuration.train.recipe.pixels import IMAGENET, Told, in_words, of_settings, of_weights, settled
-from murmuration.train.storage.best_checkpoint import best_checkpoint
-from murmuration.train.storage.checkpoint import Checkpoints
+from murmuration.train.storage.checkpoint import Checkpoints, best_checkpoint
 from murmuration.train.storage.checkpoint_read import hash_of, listed_digest
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError
 from murmuration.train.storage.run_dir import RunDir
@@ -45,6 +42,9 @@ SAME = 1e-4
 """Share of the largest feature: far more than how sums are rounded, far less than what another activation changes."""
 Way = Literal["dpcap", "vip"]
 OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")
+TEXTUAL: tuple[Objective, ...] = ("text",)
+LENGTH = 512
+"""Tokens of a text, where no training says it."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,12 @@ class Sizes:
     heads: int | None = None
     decoder_heads: int | None = None
     image_size: int | None = None
+    text_length: int | None = None
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    model: Encoder | Classifier
+    model: Model
     objective: str
     digest: str
     """SHA-256 of the file of weights, or of the checkpoint's manifest."""
@@ -104,7 +105,10 @@ def features_of(model: Evaluated, images: Tensor, way: Way) -> Tensor:
         return torch.cat([tokens[:, 1:].mean(dim=1) for tokens in body.layers(images)], dim=1)
     if isinstance(body, Captioner):
         return body.encode_images(images).mean(dim=1)
-    return body.tokens(images).mean(dim=1) if isinstance(body, Encoder) else body.features(images)
+    if isinstance(body, Encoder):
+        return body.tokens(images).mean(dim=1)
+    assert isinstance(body, Classifier), "a language model is opened for texts alone"
+    return body.features(images)
 
 
 def width_of(model: Evaluated, way: Way) -> int:
@@ -120,18 +124,20 @@ Reader = Callable[[Mapping[str, Tensor], int | None], tuple[Classifier, LoadRepo
 
 def open_model(
     subject: Subject, sizes: Sizes, pixels: NamedPixels | PixelSettings | None = None, headless: bool = False,
-    readers: Iterable[Reader] = (),
+    readers: Iterable[Reader] = (), texts: bool = False,
 ) -> Evaluated:  # fmt: skip
     """`pixels` is what --pixels says. `headless`: a classifier may lack its head, because only its body is used.
-    `readers`: of published files beside ViP's and DP-Cap's."""
+    `readers`: of published files beside ViP's and DP-Cap's. `texts`: a language model is wanted, and else none."""
     try:
-        statistics, known = _statistics(subject, pixels)
+        statistics, known = (IMAGENET, Told(IMAGENET, "")) if texts else _statistics(subject, pixels)
         state, digest, told = _state(subject)
         note = _note(subject, told)
         settings = _settings(subject, note)
         if settings is not None:
             objective = told.get("objective") or (subject.config.phases[-1].objective if subject.config else None)
-            found = _configured(subject, settings, objective, state, digest, sizes)
+            found = _configured(subject, settings, objective, state, digest, sizes, texts)
+        elif texts:
+            found = _language_model(subject, digest, sizes)
         elif subject.kind == "hugging-face":
             found = _hugging_face(subject, state, digest, sizes)
         elif subject.kind == "timm":
@@ -172,9 +178,9 @@ def open_text(subject: Subject, model: Evaluated, named: str | None) -> TextEnco
     configured = next((phase.tokenizer for phase in reversed(phases) if phase.tokenizer is not None), None)
     source = named or configured or model.tokenizer
     if source is None:
-        raise EvaluationError('a captioner writes by a tokenizer; pass --tokenizer (a file, or "clip")')
+        raise EvaluationError('texts are read by a tokenizer; pass --tokenizer (a file, or "clip")')
     try:
-        text = TextEncoder(source, shape.text_length)
+        text = TextEncoder(source, shape.text_length, shape.reads_texts and shape.named is not None)
     except TokenizerError as error:
         raise EvaluationError(f"--tokenizer: {error}") from None
     if text.vocabulary > shape.vocabulary:
@@ -246,12 +252,16 @@ def _is_certified(folder: Path, state: Mapping[str, Tensor]) -> bool:
 
 def _configured(
     subject: Subject, settings: ModelSettings, objective: str | None, state: Mapping[str, Tensor], digest: str,
-    sizes: Sizes,
+    sizes: Sizes, texts: bool,
 ) -> Evaluated:  # fmt: skip
-    if objective not in OBJECTIVES:
+    wanted = TEXTUAL if texts else OBJECTIVES
+    if objective not in wanted:
+        more = '; evaluate it by the protocol "text"' if objective == "text" else "; name others"
         raise EvaluationError(
-            f"{subject.path} was trained for {objective!r:.80}, which is none of {', '.join(OBJECTIVES)}; name others"
+            f"{subject.path} was trained for {objective!r:.80}, which is none of {', '.join(wanted)}{more}"
         )
+    if sizes.text_length is not None:
+        settings = settings.model_copy(update={"text_length": sizes.text_length})
     if sizes.image_size is not None:
         settings = settings.model_copy(update={"image_size": sizes.image_size})
     ours = {"what": subject.kind} if subject.kind in OURS else None
@@ -263,7 +273,6 @@ def _filled(
     note: Mapping[str, Any] | None = None,
 ) -> Evaluated:  # fmt: skip
     model = build(settings, objective)
-    assert not isinstance(model, LanguageModel), "an objective that is not among ours to evaluate"
     return Evaluated(model, objective, digest, initialise_with(model, state, note, take_head=True))
 
 
@@ -286,11 +295,29 @@ def _published(
     )
 
 
+def _language_model(subject: Subject, digest: str, sizes: Sizes) -> Evaluated:
+    """Of a folder of transformers."""
+    if subject.kind != "hugging-face" or not reads_texts(subject.note):
+        raise EvaluationError(
+            f"{subject.path} is no language model; name a run or an export of one, or a folder of transformers"
+        )
+    positions = subject.note.get("max_position_embeddings", subject.note.get("n_positions"))
+    most = positions if isinstance(positions, int) else LENGTH
+    given = {"family": "hf", "name": str(subject.path), "text_length": sizes.text_length or min(most, LENGTH)}
+    model = build(ModelSettings.model_validate(given), "text")
+    beside = str(subject.path) if (subject.path / "tokenizer.json").is_file() else None
+    return Evaluated(model, "text", digest, initialise_from(model, subject.path), tokenizer=beside)
+
+
 def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:
     """A plain vision transformer becomes ours; anything else is computed by transformers."""
     told = subject.note
     labels = told.get("id2label") or {}
-    if _is_plain(told):
+    width = told.get("hidden_size")
+    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
+    usual = all(told.get(name, value) == value for name, value in same.items())
+    plain = told["model_type"] in ("vit", "vit_mae") and usual and told.get("intermediate_size") == 4 * (width or 0)
+    if plain:
         sizes = {
             "image_size": given.image_size or told.get("image_size"), "patch_size": told.get("patch_size"),
             "width": told["hidden_size"], "depth": told.get("num_hidden_layers"),
@@ -304,13 +331,6 @@ def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, gi
     return replace(found, class_names=names)
 
 
-def _is_plain(told: dict[str, Any]) -> bool:
-    width = told.get("hidden_size")
-    same = {"hidden_act": "gelu", "qkv_bias": True, "num_channels": 3}
-    usual = all(told.get(name, value) == value for name, value in same.items())
-    return told["model_type"] in ("vit", "vit_mae") and usual and told.get("intermediate_size") == 4 * (width or 0)
-
-
 def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:
     """A plain vision transformer or BiT becomes ours; anything else is computed by timm."""
     name, args = told["architecture"], told.get("model_args") or {}
@@ -320,8 +340,14 @@ def _timm(told: dict[str, Any], state: Mapping[str, Tensor], digest: str, given:
     pretrained = told.get("pretrained_cfg") or theirs.pretrained_cfg or {}
     size = args.get("img_size") or pretrained.get("input_size", (3, 224, 224))
     side = size if isinstance(size, int) else size[-1]
-    model, report = open_timm_classifier(theirs, name, args, side, state)
-    found = _as_ours(_timm_sizes(theirs, side), state, digest, model, given.image_size)
+    report = LoadReport(f"timm's {name}")
+    filled(theirs, state, _heads(theirs, name), report)
+    model = TimmClassifier(theirs, Named.of("timm", name, args), side)
+    try:
+        sizes = _sizes_of(theirs, side)
+    except AttributeError:  # it has other parts in the places of ours
+        sizes = None
+    found = _as_ours(sizes, state, digest, model, given.image_size)
     if found is None:
         if given.image_size not in (None, side):
             model = TimmClassifier(theirs, Named.of("timm", name, args), given.image_size)
@@ -363,14 +389,6 @@ def _made_by_timm(name: str, given: dict[str, Any]) -> Any:
         raise EvaluationError(f"timm knows no architecture {name!r} ({error}); name another") from None
 
 
-def _timm_sizes(theirs: Any, side: int) -> dict[str, Any] | None:
-    """Sizes of what may be one of ours."""
-    try:
-        return _sizes_of(theirs, side)
-    except AttributeError:  # it has other parts in the places of ours
-        return None
-
-
 def _sizes_of(theirs: Any, side: int) -> dict[str, Any] | None:
     from timm.models.resnetv2 import ResNetV2
     from timm.models.vision_transformer import VisionTransformer
@@ -407,3 +425,22 @@ def digest_of_model(evaluated: Evaluated) -> str:
         f"{evaluated.digest} {evaluated.objective} {evaluated.shape!r} {evaluated.pixels.mean} {evaluated.pixels.std}"
     )
     return hashlib.sha256(told.encode()).hexdigest()
+
+
+class TimmClassifier(LibraryClassifier):
+    def read_by_head(self, images: Tensor) -> Tensor:
+        return self.net.forward_head(self.net.forward_features(images), pre_logits=True)
+
+    def logits_of(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
+def _heads(net: Any, name: str) -> tuple[str, ...]:
+    """Where its last layers are: a linear layer, a convolution of one pixel, a norm before either, or several."""
+    given = net.get_classifier()
+    parts = given if isinstance(given, list | tuple) else (given,)
+    wanted = {id(part) for part in parts if isinstance(part, nn.Module)}
+    found = tuple(path for path, module in net.named_modules() if id(module) in wanted)
+    if not found:
+        raise EvaluationError(f"timm's {name} has no head whose place a classifier could take; name another")
+    return found

@@ -21,9 +21,17 @@ from torch import Tensor
 from murmuration.accounting.durable import atomic
 from murmuration.data.index.selection import Selection
 from murmuration.evaluation.errors import EvaluationError
-from murmuration.evaluation.measures.caption_choices import LEAST_ATTRIBUTION, grouped, macro, micro
-from murmuration.evaluation.measures.caption_orders import SHUFFLED, UNTAGGED, chance
-from murmuration.evaluation.measures.caption_scores import chosen_options, pair_scores
+from murmuration.evaluation.measures.caption_scores import (
+    LEAST_ATTRIBUTION,
+    SHUFFLED,
+    UNTAGGED,
+    chance,
+    chosen_options,
+    grouped,
+    macro,
+    micro,
+    pair_scores,
+)
 from murmuration.evaluation.models.weights import open_text
 from murmuration.evaluation.protocols.caption_files import Case, Set, made_cases, numbers_of, read_cases
 from murmuration.evaluation.session.result import Outcome, Result

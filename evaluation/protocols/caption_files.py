@@ -21,7 +21,7 @@ from murmuration.accounting.strict_json import JsonError, parse
 from murmuration.data.decode.decode import MAX_PIXELS
 from murmuration.data.index.selection import Box
 from murmuration.evaluation.errors import EvaluationError
-from murmuration.evaluation.measures.caption_orders import Tagged, options_of
+from murmuration.evaluation.measures.caption_scores import Tagged, options_of
 
 T = TypeVar("T")
 Set = Literal["relation", "attribution", "order"]

@@ -19,7 +19,7 @@ from murmuration.evaluation.measures.one_against_rest import auc_estimate, confu
 from murmuration.evaluation.session.result import Outcome, Result, Tile, write_csv
 from murmuration.evaluation.session.session import Chosen, Session, Work, by_list
 from murmuration.model.classifier import Classifier
-from murmuration.train.measures.average_precision import average_precision
+from murmuration.train.measures.ranking import average_precision
 from murmuration.train.measures.shares import MEAN_PRECISION, MOST, TITLES, right_of, share_names
 from murmuration.train.recipe.labels import FOLDERS
 from murmuration.train.run.report_pictures import pixels, png

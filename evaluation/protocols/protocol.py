@@ -34,6 +34,8 @@ class Protocol:
     """Arguments that name files, which must exist."""
     check: Callable[[Namespace], object] = lambda arguments: None
     """Refuses options that do not go together."""
+    texts: bool = False
+    """It is for language models."""
     private: bool = False
     """Its results are for the owner alone."""
 

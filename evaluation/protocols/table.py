@@ -114,6 +114,13 @@ def _reconstruct(parser: ArgumentParser) -> None:
     options.gallery(parser)
 
 
+def _text(parser: ArgumentParser) -> None:
+    parser.add_argument("--length", type=options.count, help="tokens at which texts are cut; default: as in the "
+                        "training, for a folder of transformers 512 or its positions")  # fmt: skip
+    options.tokenizer(parser)
+    options.records(parser, "default: all")
+
+
 def _attack(parser: ArgumentParser) -> None:
     parser.add_argument("--others", required=True, help="records that were not trained on, of the same kind")
     parser.add_argument(
@@ -173,6 +180,7 @@ PROTOCOLS = (
         "reconstruct", "hidden patches filled in by a masked autoencoder, on a page", _reconstruct,
         f"{HERE}.reconstruct",
     ),
+    Protocol("text", "a language model's loss and perplexity", _text, f"{HERE}.text", texts=True),
     Protocol(
         "attack", "membership inference: were the records of --data trained on, and those of --others not?", _attack,
         f"{HERE}.attack", {"members": "data", "others": "others"}, files=("classes",), check=_check_attack,

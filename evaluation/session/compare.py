@@ -101,14 +101,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def different_records(lines: list[Line]) -> list[str]:
-    """Protocols whose results were measured on different records, and so do not compare."""
-    seen: dict[str, set[str]] = {}
-    for line in lines:
-        seen.setdefault(line.protocol, set()).add(line.records)
-    return [protocol for protocol, records in seen.items() if len(records) > 1]
-
-
 def plot(lines: list[Line], path: Path, by: Axis = "epsilon") -> None:
     """Shares against ε or what else `by` names, in which the papers' figures put them; those that have none as dashed
     lines."""

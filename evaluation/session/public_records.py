@@ -111,12 +111,6 @@ def digest_for_all(index: RecordIndex) -> str:
     return ledger_digests(index, public=True)[0] if isinstance(index, SplitIndex) else index.manifest_digest
 
 
-def excluded_for_all(index: RecordIndex) -> str:
-    """The digest of the list of excluded records, under the same rule; empty if none is excluded."""
-    whole = index.whole if isinstance(index, Selection) else index
-    return ledger_digests(whole, public=True)[1] if isinstance(whole, SplitIndex) else whole.excluded_digest
-
-
 def _scratch(place: RecordsPlace, scratch: Path, make: bool) -> FolderIndex:
     pictures = place.given
     name = hashlib.sha256(str(pictures.resolve()).encode()).hexdigest()[:16]

@@ -15,10 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.durable import atomic
+from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.template import html_page
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.interval import Estimate, mean, spread
 from murmuration.evaluation.models.subject import Subject
@@ -79,12 +79,14 @@ class Outcome:
 def page_of(outcome: Outcome) -> str:
     """The page that shows a result, in one file."""
     result = outcome.result
+    parts = {"model": result.model, **{f"data, {name}": part for name, part in result.data.items()}}
+    parts["settings"] = result.settings
     return html_page(
         Path(__file__).parent / "result.html.jinja",
         title=f"{result.protocol} of {result.model['what']}",
         statement=statement(result),
         numbers=[(name, shown(number)) for name, number in result.numbers.items()],
-        about=_about(result),
+        about=[(name, ", ".join(f"{key} {value}" for key, value in part.items())) for name, part in parts.items()],
         notes=result.notes,
         tiles=outcome.tiles,
         table=outcome.table,
@@ -170,12 +172,6 @@ def statement(result: Result) -> str:
     if not found["private"]:
         return str(found["objection"])
     return f"Certified: ε = {found['epsilon']:.6g} at δ = {found['delta']:.3g}."
-
-
-def _about(result: Result) -> list[tuple[str, str]]:
-    parts = {"model": result.model, **{f"data, {name}": part for name, part in result.data.items()}}
-    parts["settings"] = result.settings
-    return [(name, ", ".join(f"{key} {value}" for key, value in part.items())) for name, part in parts.items()]
 
 
 def _versions() -> dict[str, str]:

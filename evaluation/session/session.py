@@ -18,7 +18,9 @@ from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.decode.augment import Augment, ResizeCrop
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import FolderIndex
+from murmuration.data.index.keyed_digest import ledger_digests
 from murmuration.data.index.public_split import SplitIndex, whole_of
+from murmuration.data.index.selection import Selection
 from murmuration.data.store.place import RecordIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.evaluation.errors import EvaluationError
@@ -26,7 +28,7 @@ from murmuration.evaluation.models.subject import Subject
 from murmuration.evaluation.models.weights import Evaluated, digest_of_model
 from murmuration.evaluation.session.answers import Answers, MicroBatchAnswers
 from murmuration.evaluation.session.features import Computing, ReadBatch, batches, places_of_micro_batches
-from murmuration.evaluation.session.public_records import digest_for_all, excluded_for_all
+from murmuration.evaluation.session.public_records import digest_for_all
 from murmuration.evaluation.session.result import Result, certificate_of
 from murmuration.evaluation.session.sharing import Sharing
 from murmuration.train.clip.engine import autocast
@@ -157,9 +159,13 @@ class Session:
         self, result: Result, chosen: Chosen, spec: DataSpec, text: TextEncoder | None, depends_on: object
     ) -> str:
         index = chosen.index
+        whole = index.whole if isinstance(index, Selection) else index
+        # By the same rule: a public part of a private set is named by keyed digests.
+        split = isinstance(whole, SplitIndex)
+        excluded = ledger_digests(whole, public=True)[1] if split else whole.excluded_digest
         told = [
             result.protocol, result.settings, digest_of_model(self.model),
-            digest_for_all(index), excluded_for_all(index),
+            digest_for_all(index), excluded,
             hashlib.sha256(np.ascontiguousarray(chosen.ids, "<i8").tobytes()).hexdigest(), spec,
             spec.class_list.digest if spec.class_list else None, text.digest if text else None, depends_on,
         ]  # fmt: skip

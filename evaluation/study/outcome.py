@@ -11,9 +11,9 @@ from typing import Any
 
 from murmuration.accounting.certificate.composition import Known, composed, known_runs
 from murmuration.accounting.durable import atomic
+from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.template import html_page
 from murmuration.evaluation.measures.interval import mean, spread
 from murmuration.evaluation.study.study_file import Measure, Run, Study, Value
 from murmuration.evaluation.study.train_runs import Folder, Trained

@@ -151,9 +151,9 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
     for holder in (raw, *arms):
         if isinstance(holder.get("config"), str):
             holder["config"] = str(folder / holder["config"])
-        at: Any = holder.get("at") if isinstance(holder.get("at"), dict) else {}
-        changes: list[Any] = [each for each in (holder.get("set"), *at.values()) if isinstance(each, dict)]
-        for changed in changes:
+        at = holder.get("at")
+        sections: list[Any] = [holder.get("set"), *(at.values() if isinstance(at, dict) else ())]
+        for changed in (each for each in sections if isinstance(each, dict)):
             for key, value in list(changed.items()):
                 last = key.rpartition(".")[2]
                 if last in PATH_KEYS and is_local(last, value):

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME
-from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.strict_json import whole_lines
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.study.study_file import Run, Study
 from murmuration.train.storage.run_dir import RunDir

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
-from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event

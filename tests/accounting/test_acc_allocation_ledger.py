@@ -12,9 +12,9 @@ import pytest
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import best_banded
-from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.composition import total
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event

@@ -15,8 +15,9 @@ from dp_accounting.pld import PLDAccountant
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
-from murmuration.accounting.certificate.certificate import CertificateError, verify, write
+from murmuration.accounting.certificate.pages import write
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon

@@ -87,6 +87,7 @@ def test_a_target_that_promises_nothing_is_refused_before_anything_is_searched(
             ask()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("rate", "steps", "target", "delta"),
     [(0.05, 50, 1e-6, 1e-5), (0.5, 10_000, 8.0, 1e-6), (0.05, 50, 8.0, 1e-30), (1e-4, 10**6, 8.0, 1e-9)],
@@ -108,6 +109,7 @@ def test_few_points_are_accounted_for_in_full_even_far_out(
     assert spent <= target * (1 - MARGIN) < above
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("event", "close"),
     [(Event(0.05, 0.7, 50), True), (Event(0.01, 0.6, 2000), True), (Event(0.5, 300.0, 10**6), True),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import CertificateError, html_page, markdown, verify
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.explain import Attacks, explain
-from murmuration.accounting.certificate.pages import model_card
+from murmuration.accounting.certificate.pages import html_page, markdown, model_card
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon, show_delta
 from murmuration.accounting.epsilon.trade_off import of_point
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
@@ -89,7 +89,7 @@ def test_pages_that_say_something_else_are_named(tmp_path: Path, name: str) -> N
 def test_a_certificate_does_not_cover_later_steps(tmp_path: Path) -> None:
     journal = begin(tmp_path)
     train(journal, range(1, 3))
-    certificate.write(document_of(journal), tmp_path)
+    pages.write(document_of(journal), tmp_path)
     verify(tmp_path)
     train(journal, range(3, 4))
     journal.ledger.close()
@@ -102,7 +102,7 @@ def test_a_certificate_does_not_cover_what_makes_its_claim_another_one_later(tmp
     journal = begin(tmp_path)
     train(journal, range(1, 3))
     journal.open_step(0, 3, facts(3))
-    certificate.write(document_of(journal), tmp_path)
+    pages.write(document_of(journal), tmp_path)
     verify(tmp_path)
     if later == "commit":
         journal.commit_step(0, 3, facts(3))
@@ -127,7 +127,7 @@ def test_the_budget_is_claimed_where_outputs_may_have_been_chosen(tmp_path: Path
     document = document_of(journal)
     assert document["claim"]["epsilon"] < document["claim"]["epsilon_claimed"] == PLAN.epsilon_budget
     assert f"({PLAN.epsilon_budget}," in document["claim"]["statement"]
-    certificate.write(document, tmp_path)
+    pages.write(document, tmp_path)
     assert verify(tmp_path).claimed == PLAN.epsilon_budget
 
 
@@ -169,7 +169,7 @@ def test_tuning_once_declared_stays_declared_and_is_priced_before_the_first_step
     assert journal.ledger.length == length
     train(journal, range(1, PLAN.steps + 1))
     journal.finish()
-    certificate.write(document_of(journal), tmp_path)
+    pages.write(document_of(journal), tmp_path)
     verify(tmp_path)
     journal.declare_tuning(Declared("one more, found later", Tuning(9, fixed=True)))
     with pytest.raises(CertificateError, match="no longer covers"):
@@ -249,17 +249,18 @@ def rendered(text: str) -> list[str]:
     return [common, python_markdown.markdown(text, extensions=["tables", "fenced_code", "sane_lists"])]
 
 
+@pytest.mark.rest
 def test_no_name_is_markup_in_a_certificate(tmp_path: Path) -> None:
     """As the name of run, phases and siblings, and as statement, reason and deviation: the pages keep their form."""
 
-    def pages(word: str) -> list[str]:
+    def all_pages(word: str) -> list[str]:
         journal = begin(tmp_path / str(len(list(tmp_path.iterdir()))))
         journal.declare_nonprivate(1, word, False, word)
         journal.declare_tuning(Declared(word))
         extra = {"known_deviations": [word], "siblings": [{"run": word, word: "x"}, word]}
         document = document_of(journal, extra)
         document["run"] = document["phases"][0]["name"] = document["claim"]["claimed_because"] = word
-        certificate.write(document, tmp_path)
+        pages.write(document, tmp_path)
         assert json.loads((tmp_path / "certificate.json").read_text(encoding="utf-8"))["run"] == word
         text = (tmp_path / "certificate.md").read_text(encoding="utf-8")
         return [*rendered(text), (tmp_path / "certificate.html").read_text(encoding="utf-8")]
@@ -267,9 +268,9 @@ def test_no_name_is_markup_in_a_certificate(tmp_path: Path) -> None:
     def tags(page: str) -> list[str]:
         return re.findall(r"<[^>]*>", page)
 
-    plain = [tags(page) for page in pages("name")]
+    plain = [tags(page) for page in all_pages("name")]
     for name in EVIL:
-        evil = pages(name)
+        evil = all_pages(name)
         assert [tags(page) for page in evil] == plain, name
         for page in evil:
             assert all(character.isprintable() or character == "\n" for character in page), name

@@ -212,11 +212,6 @@ def test_compare_names_what_adds_up_to_least(tmp_path: Path) -> None:
     assert shorter[8]["per_step"] < rows[8]["per_step"] and shorter[8]["accumulated"] > rows[8]["accumulated"]
 
 
-def test_compare_says_so_where_independent_noise_is_best() -> None:
-    told = here("compare --n 1 --batch 1 --steps 1 --epsilon 1 --delta 1e-5").stdout
-    assert "\nleast adds up with independent noise; correlated noise gains nothing here\n" in told
-
-
 def test_compare_reads_a_config(tmp_path: Path) -> None:
     privacy = {"epsilon": 2, "delta": 1e-4, "expected_batch": 500}
     phase = {"name": "p", "privacy": privacy, "data": {"expected_records": 4000}, "epochs": 8}

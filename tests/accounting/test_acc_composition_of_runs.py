@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
 from murmuration.accounting.certificate.composition import composed, known_runs, total
+from murmuration.accounting.certificate.pages import write
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.statement import compose
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.event import Event

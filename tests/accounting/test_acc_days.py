@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.days import day, day_of
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.history import History

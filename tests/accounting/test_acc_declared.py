@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.statement import FOREIGN_WEIGHTS
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
@@ -81,7 +81,7 @@ def test_what_is_declared_is_written_once_and_cannot_be_left_out(
     assert verify(tmp_path).objection is None
     assert words in (tmp_path / "certificate.md").read_text(encoding="utf-8")
     document["known_deviations"] = [text for text in document["known_deviations"] if words not in text]
-    certificate.write(document, tmp_path)
+    pages.write(document, tmp_path)
     with pytest.raises(CertificateError, match="leaves out a known deviation"):
         verify(tmp_path)
 

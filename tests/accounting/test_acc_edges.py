@@ -19,17 +19,17 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from murmuration.accounting import durable, errors, keys
-from murmuration.accounting.certificate import certificate, weights
+from murmuration.accounting.certificate import pages, weights
 from murmuration.accounting.certificate.attached import lists_tensors_of
-from murmuration.accounting.certificate.certificate import CertificateError, verify
 from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.certificate.limits import BUDGET, SPENT, claimed_events
 from murmuration.accounting.certificate.signature import fault_of, public_key, signed
 from murmuration.accounting.certificate.statement import RATCHETED, deviations_of
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.escaping import LONGEST, first_line, sentence
+from murmuration.accounting.escaping import LONGEST, first_line, html_page, json_text, sentence
 from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
@@ -38,10 +38,9 @@ from murmuration.accounting.ledger.chain import BudgetSpent, Ledger, LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.strict_json import read
-from murmuration.accounting.template import html_page, json_text
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
 from tests.accounting.test_acc_exact import exact_facts
 from tests.support.acc_world import (
@@ -530,7 +529,7 @@ def with_checkpoint(folder: Path) -> Path:
          "sha256": weights.list_digest(tensors)}
     ]  # fmt: skip
     weights.write_lists({place.name: tensors}, folder)
-    certificate.write(signed(document, KEY), folder)
+    pages.write(signed(document, KEY), folder)
     journal.ledger.close()
     return place
 

@@ -16,11 +16,11 @@ import pytest
 from dp_accounting.rdp import RdpAccountant
 from scipy.special import ndtr
 
-from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.attached import CertificateError
 from murmuration.accounting.certificate.pages import html_page
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.statement import DEVIATIONS, EXACT_MECHANISM, MECHANISM
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
 from murmuration.accounting.event import Event
@@ -28,11 +28,11 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.metrics import PlannedMetric
 from murmuration.accounting.noise import EXACT, GRID_GROWTH, ExactGrid, fits_grid
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
-from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, facts, rewritten, whole_run
 
 GRID = 2.0**-22
@@ -62,7 +62,7 @@ OF_THE_TRAINER = {"known_deviations": ["of the trainer"]}
 
 def test_a_run_of_exact_noise_is_charged_for_its_grid_and_verified(tmp_path: Path) -> None:
     document = certified(exact_run(tmp_path), OF_THE_TRAINER)
-    verdict = certificate.verify(tmp_path)
+    verdict = verify(tmp_path)
     charged = Event(1.0, 20.0 / (1 + 1e-6), 3)
     assert verdict.epsilon == document["claim"]["epsilon"] == epsilon([charged], EXACT_PLAN.delta)
     assert verdict.epsilon > epsilon([Event(1.0, 20.0, 3)], EXACT_PLAN.delta)
@@ -174,10 +174,10 @@ FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
 @pytest.mark.parametrize("what", FORGED)
 def test_verify_refuses_a_forged_ledger(tmp_path: Path, what: str) -> None:
     exact_run(tmp_path).ledger.close()
-    assert certificate.verify(tmp_path).epsilon > 0
+    assert verify(tmp_path).epsilon > 0
     rewritten(tmp_path, FORGED[what])
     with pytest.raises((LedgerError, CertificateError)):
-        certificate.verify(tmp_path)
+        verify(tmp_path)
 
 
 def test_a_certificate_that_calls_other_noise_exact_is_refused(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_certificate_that_calls_other_noise_exact_is_refused(tmp_path: Path) -
     ):
         (tmp_path / "plain" / "certificate.json").write_text(json.dumps(signed(plain | change, KEY)))
         with pytest.raises(CertificateError):
-            certificate.verify(tmp_path / "plain")
+            verify(tmp_path / "plain")
 
 
 def test_calibration_and_simulation_pay_for_the_grid() -> None:
@@ -229,6 +229,7 @@ def pair(deviation: float, shift: tuple[int, ...], rate: float) -> tuple[np.ndar
     return without, (1 - rate) * without + rate * present
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("deviation", "shift", "rate"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.keys import load, store
 from murmuration.accounting.ledger.history import History

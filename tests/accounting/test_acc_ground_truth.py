@@ -43,6 +43,7 @@ def test_row(name, n, batch, sigma, steps, share, rdp, pld) -> None:
     assert by_pld <= by_rdp
 
 
+@pytest.mark.rest
 def test_row_where_rdp_must_refuse_and_pld_answers() -> None:
     events, delta = [Event(81_920 / IMAGENET, 0.5, 10_000)], 0.5 / IMAGENET
     with pytest.raises(AccountingError, match=r"did not converge.*use the PLD accountant"):
@@ -78,6 +79,7 @@ EXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("n", "batch", "steps", "share", "target", "rdp", "pld"), EXACT)
 def test_exact_sigmas_meet_their_epsilon(n, batch, steps, share, target, rdp, pld) -> None:
     for by, sigma in (("rdp", rdp), ("pld", pld)):
@@ -85,6 +87,7 @@ def test_exact_sigmas_meet_their_epsilon(n, batch, steps, share, target, rdp, pl
         assert abs(spent - target) < 5e-3, (by, spent)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("power", EPOCHS)
 def test_ten_epochs_table(power: int) -> None:
     steps, rdp, pld = EPOCHS[power]
@@ -116,6 +119,7 @@ def test_a_cap_far_above_the_batch_is_harmless_and_a_low_one_is_not(spreads: int
         epsilon([event], 1 / DPCAP, "rdp")
 
 
+@pytest.mark.rest
 def test_a_low_cap_costs() -> None:
     free = epsilon([Event(0.01, 2.0, 5)], 1e-6)
     assert epsilon([Event(0.01, 2.0, 5, 100, 10_000)], 1e-6) > 1.2 * free

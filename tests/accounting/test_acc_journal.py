@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.history import History
 from tests.support.acc_world import begin, certified, facts, parsed, reopen, train, whole_run

@@ -14,17 +14,11 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import (
-    CertificateError,
-    html_page,
-    html_sections,
-    markdown,
-    verify,
-)
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.limits import BUDGET, DELTAS, GROUPS, SPENT, claimed_events
-from murmuration.accounting.certificate.pages import model_card, registry_entry
+from murmuration.accounting.certificate.pages import html_page, html_sections, markdown, model_card, registry_entry
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon import trade_off
 from murmuration.accounting.epsilon.accountant import epsilon, gaussian_epsilon
@@ -50,7 +44,7 @@ def demo(folder: Path, steps: int = 50) -> tuple[Journal, dict]:
     train(journal, range(1, steps + 1), DEMO)
     journal.finish()
     document = document_of(journal, ABOUT)
-    certificate.write(document, folder)
+    pages.write(document, folder)
     return journal, document
 
 
@@ -145,7 +139,7 @@ def test_where_the_budget_is_claimed_the_limits_are_of_all_that_it_allows(tmp_pa
     # And not needlessly more: some steps fewer would have been within the budget.
     fewer = Event(event["rate"], event["sigma"], int(event["count"] / 1.02))
     assert event["count"] == plan.steps or epsilon([fewer], plan.delta) <= plan.epsilon_budget
-    certificate.write(document, tmp_path)
+    pages.write(document, tmp_path)
     verify(tmp_path)
 
 
@@ -191,7 +185,7 @@ def test_runs_that_were_all_charged_multiply_and_runs_that_were_drawn_leave_one_
     alone = trade_off.of_point(document["claim"]["epsilon_claimed"], PLAN.delta)
     assert limits["best_guess"] == pytest.approx(alone.best_guess(), abs=1e-3)
     assert "not proved" in markdown(document)
-    certificate.write(document, tmp_path)
+    pages.write(document, tmp_path)
     verify(tmp_path)
 
 
@@ -201,7 +195,7 @@ def test_late_plans_leave_the_point_at_their_own_delta(tmp_path: Path) -> None:
     journal.declare_plan(1, "later", PLAN, {})
     document = document_of(journal)
     assert document["limits"]["events"] is None and document["limits"]["delta"] == 2 * PLAN.delta
-    certificate.write(document, tmp_path)
+    pages.write(document, tmp_path)
     verify(tmp_path)
 
 

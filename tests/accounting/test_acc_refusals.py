@@ -23,10 +23,10 @@ from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
+from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
 from murmuration.accounting.plan import parse_delta
 from murmuration.accounting.sampling import Poisson, slots_for, threshold_for
-from murmuration.accounting.tan import stand_in
 from murmuration.accounting.unit import Unit
 from tests.support.acc_world import PLAN
 

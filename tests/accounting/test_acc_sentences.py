@@ -33,7 +33,7 @@ from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
 from murmuration.accounting.noise import GRID_GROWTH, CorrelationFact, ExactGrid
 from murmuration.accounting.plan import PrivacyPlan, StandIn

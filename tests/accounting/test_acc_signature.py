@@ -13,9 +13,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from murmuration.accounting.certificate.attached import lists_tensors_of
-from murmuration.accounting.certificate.certificate import CertificateError, compose, verify, write
+from murmuration.accounting.certificate.pages import write
 from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.accounting.certificate.signature import public_key, signed
+from murmuration.accounting.certificate.statement import compose
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.certificate.weights import (
     WeightsFileError,
     digests_of_safetensors,

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import CertificateError, compose, verify
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.statement import compose
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.chain import GENESIS, LedgerError, Lines, make_entry
 from murmuration.accounting.ledger.history import History
@@ -62,6 +63,7 @@ def test_the_bounds_themselves_are_accepted() -> None:
         require_shallow(deep)
 
 
+@pytest.mark.rest
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1)
@@ -147,7 +149,7 @@ def test_no_type_in_a_certificate_ends_in_anything_but_a_refusal(tmp_path: Path,
                 assert "\n" not in str(error) and len(str(error)) < 4000
             # What verifies must make pages, too: an export writes them anew.
             else:
-                certificate.write(parse((tmp_path / "certificate.json").read_bytes()), tmp_path / ".")
+                pages.write(parse((tmp_path / "certificate.json").read_bytes()), tmp_path / ".")
 
 
 def test_no_type_in_a_ledger_that_is_chained_anew_ends_in_anything_but_a_refusal(tmp_path: Path) -> None:

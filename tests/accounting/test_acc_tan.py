@@ -10,11 +10,11 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import markdown, verify
+from murmuration.accounting.certificate.pages import markdown
+from murmuration.accounting.certificate.verify import CertificateError, verify
+from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
-from murmuration.accounting.tan import stand_in
 from tests.support.acc_world import begin, certified, reopen, train
 
 TARGET = PrivacyPlan(
@@ -56,5 +56,5 @@ def test_ledger_and_certificate_tell_both_and_neither_can_be_taken_for_the_other
     forged = json.loads((tmp_path / "certificate.json").read_text())
     forged["claim"]["statement"] = "(2.0, 5e-05)-differential privacy for everything"
     (tmp_path / "certificate.json").write_text(json.dumps(forged))
-    with pytest.raises(certificate.CertificateError, match="statement"):
+    with pytest.raises(CertificateError, match="statement"):
         verify(tmp_path)

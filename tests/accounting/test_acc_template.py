@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from murmuration.accounting.template import html_page, markdown_page
+from murmuration.accounting.escaping import html_page, markdown_page
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "<b>it's</b> | *a* {{ 1 }}"

@@ -13,16 +13,16 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from murmuration.accounting.certificate.certificate import CertificateError, html_page, markdown, verify
 from murmuration.accounting.certificate.composition import composed, known_runs
-from murmuration.accounting.certificate.pages import model_card, registry_entry
+from murmuration.accounting.certificate.pages import html_page, markdown, model_card, registry_entry
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.metrics import HeldOutAccuracy
 from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
 from murmuration.accounting.sampling import Poisson

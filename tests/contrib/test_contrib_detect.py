@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from murmuration.contrib.dense.coco_objects import read_objects
-from murmuration.contrib.dense.detect import PicturedObjects
-from murmuration.contrib.dense.detection import found_by
+from murmuration.contrib.dense.detect import PicturedObjects, found_by
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.train.storage.sibling_runs import RunLog

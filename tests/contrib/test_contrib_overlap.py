@@ -19,11 +19,19 @@ from webdataset.writer import TarWriter
 
 from murmuration.accounting.errors import InputError
 from murmuration.contrib.overlap.__main__ import main
-from murmuration.contrib.overlap.exclude import LeakError, exclude_overlaps, overlapping
-from murmuration.contrib.overlap.hash_store import FOLDER, Hashes, hash_index
-from murmuration.contrib.overlap.phash import WINDOWS, hamming, window_hashes
+from murmuration.contrib.overlap.exclude import (
+    FOLDER,
+    WINDOWS,
+    Hashes,
+    LeakError,
+    exclude_overlaps,
+    hamming,
+    hash_index,
+    overlapping,
+    window_hashes,
+)
 from murmuration.data.batch.shard_reader import ShardReader
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import PictureMaker
 from murmuration.data.index.exclusions import FACTS, IDS
 from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, build
@@ -298,7 +306,7 @@ def _twin(public: Path) -> Path:
 
 _HASHER = """
 import sys, time
-from murmuration.contrib.overlap.hash_store import hash_index
+from murmuration.contrib.overlap.exclude import hash_index
 from murmuration.data.index.shard_index import ShardIndex
 def show(done, total):
     print(done, flush=True)

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 from sklearn.metrics import confusion_matrix
 
-from murmuration.contrib.dense.segment import read_marks
-from murmuration.contrib.dense.segmentation import UNMARKED, mean_overlap, overlaps_of, windows
+from murmuration.contrib.dense.segment import UNMARKED, mean_overlap, overlaps_of, read_marks, windows
 from murmuration.contrib.dense.training import DenseSettings, backbone_of
 from murmuration.data.decode.decode import BadRecord
 from murmuration.evaluation.errors import EvaluationError

@@ -11,9 +11,8 @@ from scipy import stats
 
 from murmuration.accounting.keys import Link
 from murmuration.accounting.sampling import RandomAllocation
-from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.poisson import LANES, PoissonSampler
-from murmuration.data.draw.shared_draw import DrawError, SharedSampler
+from murmuration.data.draw.samplers import AllocationSampler, DrawError, SharedSampler
 
 KEY, DIGEST_KEY = bytes(range(32)), bytes(range(32, 64))
 

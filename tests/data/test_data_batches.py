@@ -22,13 +22,13 @@ from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.decode.augment import ResizeCrop
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import PictureMaker
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch, Normalisation, slots
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build
-from murmuration.data.store.local import LocalFiles
 from murmuration.data.store.place import ShardError
+from murmuration.data.store.stored import LocalFiles
 from murmuration.data.store.tar import walk
 from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer

@@ -22,7 +22,7 @@ from torchvision.transforms import CenterCrop, InterpolationMode, RandomResizedC
 
 from murmuration.data.decode.augment import KINDS, AugmentKind, ResizeCrop, Uniforms, choose_view, mask_noise
 from murmuration.data.decode.decode import BadRecord, decode
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import PictureMaker
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 

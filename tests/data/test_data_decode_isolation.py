@@ -28,9 +28,8 @@ from murmuration.accounting.keys import Link
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.decode.decode import BadRecord
-from murmuration.data.decode.picture import PictureMaker
 from murmuration.data.decode.pool import DecodePool, DecoderError, Limits, Wanted
-from murmuration.data.decode.record import RecordMaker
+from murmuration.data.decode.record import PictureMaker, RecordMaker
 from murmuration.data.index.shard_index import build
 from tests.support.hostile_files import DEEDS, endless_jpeg, one_bit_png
 

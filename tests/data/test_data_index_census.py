@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.data.index.census import Census, remarks
+from murmuration.data.index.census import CENSUS, Census, remarks
 from murmuration.data.index.folders import build_folder
-from murmuration.data.index.kept_census import CENSUS
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 

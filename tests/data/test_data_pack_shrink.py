@@ -15,8 +15,8 @@ from PIL import Image
 from murmuration.data.decode.decode import decode
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.index.shard_index import ShardIndex
-from murmuration.data.pack import shrink
-from murmuration.data.pack.shrink import Shrinking
+from murmuration.data.pack import write
+from murmuration.data.pack.write import Shrinking
 from murmuration.launch.prepare import main
 from tests.data.test_data_pack import left_out, records
 from tests.support.hostile_files import one_bit_png
@@ -136,7 +136,7 @@ def test_damaged_and_hostile_files_are_left_out_and_listed(
     (folder / "bomb.png").write_bytes(one_bit_png(10_000))
     (folder / "crashing.png").write_bytes(b"SEGV")
     program = "tests.support.hostile_files:crashing_worker"
-    monkeypatch.setattr(shrink, "DecodePool", lambda *given, **more: DecodePool(*given, **more, program=program))
+    monkeypatch.setattr(write, "DecodePool", lambda *given, **more: DecodePool(*given, **more, program=program))
     assert packed(folder, tmp_path / "out", "--max-shorter-side", str(SIDE)) == 0
     assert {(each["image"], each["reason"]) for each in left_out(tmp_path / "out")} == {
         (name, "undecodable image") for name in ("cut.jpg", "none.jpg", "bomb.png", "crashing.png")

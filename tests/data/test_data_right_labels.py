@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from murmuration.data.batch.reader import RIGHT_CLASSES, BatchReader, DataSpec
 from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import RecordIndex, ShardError
+from tests.support.tars import png, tar
 
 CLASSES = ("cat", "dog", "owl")
 SPEC = DataSpec(8, labels=("cls",), target="cls", right_classes=len(CLASSES))
-
-
-def picture() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8), (9, 9, 9)).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> FolderIndex:
     for name in ("cat/1.png", "cat/2.png", "dog/1.png", "owl/ILSVRC2012_val_00000002.png"):
         (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "set" / name).write_bytes(picture())
+        (tmp_path / "set" / name).write_bytes(png())
     return build_folder(tmp_path / "set")
 
 
@@ -64,12 +56,9 @@ def test_the_published_list_counts_the_pictures_of_the_validation_set(tmp_path: 
 
 def test_records_of_shards_are_found_by_their_key(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
-    with tarfile.open(tmp_path / "shards" / "0.tar", "w") as tar:
-        for number, key in enumerate(["a/x", "a/y", "b/x", "ILSVRC2012_val_00000002"]):
-            for suffix, content in (("png", picture()), ("cls", str([0, 0, 1, 2][number]).encode())):
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+    keys = {"a/x": b"0", "a/y": b"0", "b/x": b"1", "ILSVRC2012_val_00000002": b"2"}
+    records = ((key, {"png": png(), "cls": told}) for key, told in keys.items())
+    (tmp_path / "shards" / "0.tar").write_bytes(tar(records))
     build(tmp_path / "shards")
     index = ShardIndex.open(tmp_path / "shards")
     assert found(index, read(tmp_path, {"a/x": [2], "x": [1], "y.png": ["owl"]})) == [[2], [2], [1], []]

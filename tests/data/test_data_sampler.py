@@ -17,10 +17,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
 from murmuration.accounting.sampling import Poisson, RandomAllocation
-from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import slots
 from murmuration.data.draw.node_placement import Placement, place
 from murmuration.data.draw.poisson import LANES, PoissonSampler
+from murmuration.data.draw.samplers import AllocationSampler
 from murmuration.data.index.epochs import PublicEpochs
 
 ROOT = Path(__file__).resolve().parents[2]

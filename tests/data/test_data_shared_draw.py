@@ -13,7 +13,7 @@ import pytest
 
 from murmuration.accounting.sampling import CyclicPoisson, Poisson
 from murmuration.data.draw.poisson import LANES, Draw, PoissonSampler
-from murmuration.data.draw.shared_draw import DrawError, Exchange, SharedSampler
+from murmuration.data.draw.samplers import DrawError, Exchange, SharedSampler
 
 KEY, DIGEST_KEY = b"k" * 32, b"d" * 32
 

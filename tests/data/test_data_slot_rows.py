@@ -14,7 +14,7 @@ import torch
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
-from murmuration.data.decode import picture as picture_module
+from murmuration.data.decode import record as record_module
 from murmuration.data.decode.augment import caption_choice, drop_key, mask_noise
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch
 from murmuration.data.index.shard_index import ShardIndex, build
@@ -81,8 +81,8 @@ def test_views_of_a_record_have_draws_of_their_own(small_set: ShardIndex, option
 
 
 def test_a_record_is_decoded_once_for_all_its_views(small_set: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded, whole = [], picture_module.decode_scaled
-    monkeypatch.setattr(picture_module, "decode_scaled", lambda *given: decoded.append(1) or whole(*given))
+    decoded, whole = [], record_module.decode_scaled
+    monkeypatch.setattr(record_module, "decode_scaled", lambda *given: decoded.append(1) or whole(*given))
     reader(small_set, slots=SlotRows(views=8)).read(IDS, 5)
     assert len(decoded) == 2
 

@@ -37,6 +37,7 @@ from murmuration.data.synthetic.textures import textures
 from murmuration.data.synthetic.write import Request, make
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 from murmuration.launch import prepare
+from tests.support import forking
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--private", "60", "--held-out", "40", "--textures", "10", "--size", "16"]
@@ -44,7 +45,7 @@ SMALL = ["--private", "60", "--held-out", "40", "--textures", "10", "--size", "1
 
 def _prepare(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False, timeout=600)
+    return forking.run(command, capture_output=True, text=True, cwd=cwd, timeout=600)
 
 
 def test_samples_are_a_pure_function_of_seed_and_index(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
-import tarfile
 import threading
 import time
 from collections import Counter
@@ -34,6 +32,7 @@ from murmuration.data.index.unit_table import UnitTable
 from murmuration.data.index.units import DIGESTS, FACTS, OF, RECORDS, STARTS, group
 from murmuration.data.store.place import ShardError
 from tests.data.test_data_remote import Quiet
+from tests.support.tars import tar
 
 BY = "patient_id"
 KEY = b"k" * 32
@@ -41,16 +40,13 @@ KEY = b"k" * 32
 
 def write_shard(path: Path, first: int, owners: Sequence[Any], keys: Sequence[str] | None = None) -> Path:
     """One record per owner, with a picture's name, its text, and the owner in its .json; `...`: no .json."""
-    with tarfile.open(path, "w") as archive:
-        for place, owner in enumerate(owners):
-            key = keys[place] if keys else f"{first + place:06d}"
-            members = {"jpg": b"x" * (1 + place % 5), "txt": b"words"}
-            if owner is not ...:
-                members["json"] = json.dumps({"other": 1, BY: owner}).encode()
-            for suffix, content in members.items():
-                info = tarfile.TarInfo(f"{key}.{suffix}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
+    records = list[tuple[str, dict[str, bytes]]]()
+    for place, owner in enumerate(owners):
+        members = {"jpg": b"x" * (1 + place % 5), "txt": b"words"}
+        if owner is not ...:
+            members["json"] = json.dumps({"other": 1, BY: owner}).encode()
+        records.append((keys[place] if keys else f"{first + place:06d}", members))
+    path.write_bytes(tar(records))
     return path
 
 

@@ -15,8 +15,8 @@ import torch
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
-from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled

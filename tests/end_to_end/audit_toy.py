@@ -21,9 +21,9 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.noise import IndependentNoise
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
-from murmuration.data.draw.allocation import AllocationSampler
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
 from murmuration.data.draw.poisson import Draw
+from murmuration.data.draw.samplers import AllocationSampler
 from murmuration.train.audit.audit import Shown, Sightings, WatchedEngine, charged_claim
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from murmuration.train.audit.checks import Check, check_divisor

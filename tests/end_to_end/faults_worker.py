@@ -20,7 +20,7 @@ import torch
 
 import murmuration.train.engines.deepspeed_zero as engine_module
 from murmuration.model.build import build
-from murmuration.train.config.zero_optimization import ZeroOptimization
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.deepspeed_zero import DeepSpeedEngine, start_ranks

@@ -14,7 +14,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import TensorDataset
 
-from murmuration.train.config.zero_optimization import ZeroOptimization
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.optim.torch_optimizer import UnfitOptimizerError
@@ -34,6 +34,10 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "NAdam": partial(optim.NAdam, lr=0.01),
     "Adagrad": partial(optim.Adagrad, lr=0.05, lr_decay=0.1),
 }
+
+PAIRS = [
+    (engine, name) for engine in ENGINES for name in OPTIMIZERS if name == "AdamW" or engine == "zero1"
+]  # fmt: skip
 
 
 class Whitened(optim.Optimizer):
@@ -83,25 +87,26 @@ def refusal(folder: Path, **changes: Any) -> str:
 
 def main() -> None:
     ranks, folder = start_ranks(), Path(sys.argv[-1])
-    # Every engine stops and goes on with AdamW, and every optimizer at ZeRO-1, which holds slices.
+    # Every engine with AdamW, and every optimizer at ZeRO-1, which holds slices; all stop and go on.
     found: dict[str, Any] = {
         f"{engine} {name}": trained(
-            folder / f"{engine}-{name}", (2, 4) if name == "AdamW" or engine == "zero1" else (4,), ranks=ranks,
-            optimizer=make, **settings,
+            folder / f"{engine}-{name}", ranks=ranks, optimizer=OPTIMIZERS[name], **ENGINES[engine]
         )
-        for engine, settings in ENGINES.items()
-        for name, make in OPTIMIZERS.items()
-    }  # fmt: skip
+        for engine, name in PAIRS
+    }
     refused = {
         engine: refusal(folder / f"{engine}-whole", ranks=ranks, optimizer=Whitened, **settings)
         for engine, settings in ENGINES.items()
     }
     apart = {
         engine: ranks.gather(
-            trained(folder / f"{engine}-apart", (4,), ranks=ranks, model=seeded(ranks), optimizer=optim.SGD, **settings)
+            trained(
+                folder / f"{engine}-apart", (1,), ranks=ranks, model=seeded(ranks), optimizer=optim.SGD,
+                **ENGINES[engine],
+            )
         )
-        for engine, settings in ENGINES.items()
-    }
+        for engine in ("zero1", "zero3", "fsdp2")
+    }  # fmt: skip
     answer(ranks, {"weights": found, "refused": refused, "apart": apart})
 
 

@@ -18,8 +18,7 @@ import torch
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.zero_optimization import Offload, ZeroOptimization
+from murmuration.train.config.optimizer import Offload, Optimizer, ZeroOptimization
 from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine

@@ -12,7 +12,7 @@ import torch
 
 from murmuration.data.batch.loader import BackgroundSampler
 from murmuration.data.draw.poisson import LANES, PoissonSampler
-from murmuration.data.draw.shared_draw import SharedSampler
+from murmuration.data.draw.samplers import SharedSampler
 from murmuration.train.engines.fsdp2 import start_ranks
 
 RECORDS, STEPS = 100_003, 30

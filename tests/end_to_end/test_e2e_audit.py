@@ -420,6 +420,18 @@ def test_what_makes_no_audit_is_refused_in_one_sentence(tmp_path: Path, capsys: 
         assert error.startswith("error: ") and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"), [(["--rate", "1"], "--rate 1 is not 1 over"), (["--replay"], "a replay counts on Poisson")]
+)
+def test_what_an_audit_cannot_do_with_allocation_is_refused(
+    small_file: Path, kind: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ("phases.1.privacy.sampling=allocation", "phases.1.privacy.expected_batch=100")
+    overrides = [word for change in changes for word in ("--set", change)]
+    assert audit_app.main([*kind, "--config", str(small_file), *overrides]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_training_run_knows_no_way_to_weaken_its_noise(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(ROOT / "ds_configs" / "demo.json")]
     done = forking.run(

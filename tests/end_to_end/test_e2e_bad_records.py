@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
-import tarfile
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from murmuration.data.index.shard_index import build
 from tests.support.launching import Launch, opened_steps, wait_for
+from tests.support.tars import indexed, png
 
 RECORDS, CLASSES, STEPS = 40, 3, 60
 
 
 def _shards(folder: Path) -> Path:
     """Labels from 0 to 4, where the model has three classes: two fifths of the records are unusable."""
-    folder.mkdir()
-    with tarfile.open(folder / "000000.tar", "w") as tar:
-        for number in range(RECORDS):
-            picture = io.BytesIO()
-            Image.new("RGB", (16, 16), (number, 0, 0)).save(picture, "PNG")
-            for suffix, content in (("png", picture.getvalue()), ("json", b'{"finding": %d}' % (number % 5))):
-                info = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    build(folder)
+    indexed(folder, ({"png": png(number), "json": b'{"finding": %d}' % (number % 5)} for number in range(RECORDS)))
     return folder
 
 

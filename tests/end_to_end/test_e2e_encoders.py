@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Dinov2Config, Dinov2ForImageClassification
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.data.index.folders import build_folder
 from murmuration.train.commands import export
 from murmuration.train.storage.checkpoint import Checkpoints

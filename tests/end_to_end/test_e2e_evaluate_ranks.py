@@ -99,7 +99,7 @@ def test_a_probe_that_one_process_began_is_ended_by_two(
     monkeypatch.setattr(RowWriter, "put", put)
     (states,) = (tmp_path / "two" / "features").rglob("state.u8")
     assert np.count_nonzero(np.fromfile(states, "u1") == PRESENT) == 20
-    code, output = by_two("torchrun", asked(world, "probe", tmp_path / "two"))
+    code, output = by_two("forked", asked(world, "probe", tmp_path / "two"))
     assert code == 0, output
     assert output.count("top-1: ") == 1, "told by both"
     assert evaluate(*asked(world, "probe", tmp_path / "one")) == 0

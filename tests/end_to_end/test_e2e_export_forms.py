@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import murmuration
-from murmuration.accounting.certificate.certificate import CertificateError, verify
+from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.data.index.folders import build_folder
 from murmuration.launch import use
 from murmuration.model.released import load_dpcap, load_vip_mae

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.ledger.history import History
 from murmuration.data.index.open import open_index, open_units

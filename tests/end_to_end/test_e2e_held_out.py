@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.data.batch.held_out import is_held_out
 from murmuration.train.audit.replay import replay
 from murmuration.train.config.load import load

@@ -32,10 +32,10 @@ def killed_often(job: Launch, kinds: list[tuple[int, str]], seed: int) -> None:
 
 
 @pytest.mark.core
-def test_five_kills_at_random_operations(whole: Path, launch: Make) -> None:
+def test_three_kills_at_random_operations(whole: Path, launch: Make) -> None:
     """Killed and resumed time and again, it ends with the weights of the uninterrupted run, and verifies."""
-    job, run_dir = launch("five", toy)
-    killed_often(job, [(0, "mkdir"), (0, "fsync"), (1, "pread"), (0, "write"), (0, "rename")], seed=1)
+    job, run_dir = launch("three", toy)
+    killed_often(job, [(0, "fsync"), (1, "pread"), (0, "rename")], seed=1)
     nothing_lost_and_nothing_twice(run_dir, whole)
     verified = account("verify", str(run_dir))
     assert verified.returncode == 0, verified.stdout + verified.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from tests.support.launching import TIMEOUT, Launch, opened_steps, wait_for
 from tests.support.runs import SMALL_STEPS, final_weights
 
@@ -17,12 +17,8 @@ Make = Callable[..., tuple[Launch, Path]]
 LOCAL: dict[str, Any] = {"launcher": "python", "arguments": ["--set", 'run.engine="local"']}
 
 
-def test_a_run_of_one_process_is_continued_by_two_of_deepspeed(launch: Make) -> None:
-    whole, whole_dir = launch("whole", **LOCAL)
-    code, output = whole.run()
-    assert code == 0, output
-    assert json.loads((whole_dir / "certificate.json").read_text())["engine"] == "one process (PyTorch)"
-
+def test_a_run_of_one_process_is_continued_by_two_of_deepspeed(launch: Make, finished: tuple[Path, str]) -> None:
+    whole_dir, _ = finished
     job, run_dir = launch("changing", **LOCAL)
     process = job.start(hold_after_opened=5)
     wait_for(lambda: len(opened_steps(run_dir)) >= 5, process)
@@ -64,3 +60,4 @@ def test_what_can_no_longer_be_private_is_said_before_the_first_step(launch: Mak
     assert code == 0, output
     told = output.index("NOT PRIVATE: the run was chosen among several, and the plan of phase afterthought")
     assert told < output.index("afterthought  step")
+    assert json.loads((run_dir / "certificate.json").read_text())["engine"] == "one process (PyTorch)"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.ledger.history import History
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment
@@ -49,11 +49,11 @@ def on(ranks: int, *settings: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
 
 ROWS = {
     "banded": Row((BANDED,)),
-    "allocated": Row((PRIVATE + '.sampling="allocation"', PRIVATE + ".expected_batch=75")),
+    "allocated": Row((PRIVATE + '.sampling="allocation"', PRIVATE + ".expected_batch=75"), on(2)),
     "exact": Row(('run.noise="exact"',)),
-    "units": Row((f"phases.1.data.unit={json.dumps(PATIENT)}", "phases.1.data.rows_per_unit=3")),
+    "units": Row((f"phases.1.data.unit={json.dumps(PATIENT)}", "phases.1.data.rows_per_unit=3"), on(2, *ZERO_3)),
     "views": Row((PRIVATE + ".views=2", PRIVATE + ".expected_batch=24")),
-    "probes": Row((PROBES,)),
+    "probes": Row((PROBES, "phases.1.schedule.shape=constant", "phases.1.schedule.warmup=0"), on(2)),
     "adaptive": Row((ADAPTIVE, PRIVATE + ".release=[]")),
     "ZeRO-1": Row((), on(2, "zero_optimization.stage=1")),
     "ZeRO-3": Row((), on(2, *ZERO_3)),
@@ -63,7 +63,7 @@ ROWS = {
     "other worlds": Row((), on(1, LOCAL) + on(2) + on(2, FSDP2) + on(1, FSDP2) + on(2, *ZERO_3)),
     "banded, other worlds": Row((BANDED,), on(2) + on(1, LOCAL) + on(2, FSDP2)),
 }
-SHORT = ("banded", "adaptive", "other worlds")
+SHORT = ("adaptive", "probes", "banded, other worlds")
 # How far a life may get at most: a rest must be left to be killed in.
 REACH = {"write": 6, "fsync": 20, "pread": 60, "replace": 3, "rename": 2, "mkdir": 3}
 KILLS = ("fsync", "write", "rename", "write", "pread")
@@ -73,17 +73,9 @@ KILLS = ("fsync", "write", "rename", "write", "pread")
 def patients(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index of the private shards that knows their units."""
     folder = tmp_path_factory.mktemp("patients")
-    index = [
-        sys.executable,
-        str(ROOT / "launch" / "prepare.py"),
-        "index",
-        str(small_data / "private"),
-        "--out",
-        str(folder),
-    ]
-    made = forking.run(
-        [*index, "--unit", PATIENT, "--unit-missing", "own"], capture_output=True, text=True, env=environment()
-    )
+    index = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(small_data / "private")]
+    options = ["--out", str(folder), "--unit", PATIENT, "--unit-missing", "own"]
+    made = forking.run([*index, *options], capture_output=True, text=True, env=environment())
     assert made.returncode == 0, made.stdout + made.stderr
     return folder
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from tests.support import forking

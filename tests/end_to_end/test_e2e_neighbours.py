@@ -6,26 +6,18 @@ import io
 import json
 import re
 import struct
-import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from murmuration.data.index.shard_index import build
 from murmuration.train.audit.replay import public_sinks
 from tests.support.launching import Launch
+from tests.support.tars import indexed, png
 
 RECORDS, STEPS, ODD = 40, 4, 7
-
-
-def picture(side: int = 16, shade: int = 0) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), (shade, 0, 0)).save(file, "PNG")
-    return file.getvalue()
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -37,8 +29,8 @@ BOMB = (
     + chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
     + chunk(b"IDAT", zlib.compress(bytes(1000)))
 )
-TEXT_BOMB = picture()[:33] + chunk(b"zTXt", b"c\0\0" + zlib.compress(b"a" * 60_000_000, 9)) + picture()[33:]
-GOOD = (picture(shade=ODD), b'{"finding": 1}')
+TEXT_BOMB = png()[:33] + chunk(b"zTXt", b"c\0\0" + zlib.compress(b"a" * 60_000_000, 9)) + png()[33:]
+GOOD = (png(ODD), b'{"finding": 1}')
 BLANK = (b"", GOOD[1])
 """No picture: the record keeps its place and adds nothing."""
 POISON = {
@@ -58,15 +50,9 @@ POISON = {
 def sinks(folder: Path, odd: tuple[bytes, bytes]) -> dict[str, bytes]:
     """What a run on these records shows to everybody."""
     data = folder / "data"
-    data.mkdir(parents=True)
-    with tarfile.open(data / "000000.tar", "w") as tar:
-        for number in range(RECORDS):
-            usual = picture(shade=number), b'{"finding": %d}' % (number % 3)
-            for suffix, content in zip(("png", "json"), odd if number == ODD else usual, strict=True):
-                info = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    build(data)
+    records = [(png(number), b'{"finding": %d}' % (number % 3)) for number in range(RECORDS)]
+    records[ODD] = odd
+    indexed(data, ({"png": picture, "json": told} for picture, told in records))
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "model": {

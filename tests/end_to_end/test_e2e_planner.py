@@ -53,7 +53,8 @@ def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_
         assert 0 < small < large
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_of_a_sharded_model_take_four_bytes_per_weight_and_eight_of_a_shard(tmp_path: Path, ranks: int) -> None:
     """By what a private engine holds and a public one does not."""
     counted: dict[str, Any] = {"launcher": "torchrun", "preload": counter(tmp_path)}

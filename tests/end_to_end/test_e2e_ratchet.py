@@ -6,13 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from murmuration.accounting.keys import Link, load
 from murmuration.accounting.ledger.history import History
 from murmuration.data.draw.samplers import make_sampler
 from tests.support.launching import Launch
-from tests.support.runs import TOY_STEPS, account, nothing_lost_and_nothing_twice, toy
+from tests.support.runs import TOY_STEPS, account, toy
 from tests.support.whole_history import steps_of
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -29,7 +27,6 @@ def link_of(run_dir: Path) -> Link:
     return chain
 
 
-@pytest.mark.core
 def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_steps(launch: Make) -> None:
     job, run_dir = launch("forgets", without_a_seed)
     ended = job.end(kill={"rank": 0, "kind": "write", "at": 36, "before": True})
@@ -57,19 +54,3 @@ def test_a_killed_run_goes_on_along_its_chain_on_other_ranks_and_saved_at_other_
         assert not [state for state in past if state in content or state.hex().encode() in content], path
     assert "keys of private steps are forgotten" in (run_dir / "certificate.md").read_text()
     assert account("verify", str(run_dir)).returncode == 0
-
-
-@pytest.mark.slow
-def test_kills_around_every_rename_of_pointer_and_key(whole: Path, launch: Make) -> None:
-    """Among them those between a checkpoint's line, its pointer, and the forgetting of its keys."""
-    job, run_dir = launch("renames", toy)
-    for at in (3, 4, 5, 6):
-        for before in (True, False):
-            ended = job.end(kill={"rank": 0, "kind": "replace", "at": at, "before": before})
-            if ended.codes == [0, 0]:  # little was left to be done
-                break
-            assert ended.codes[0] == -9, (at, before, ended.output)
-    ended = job.end()
-    assert ended.codes == [0, 0], ended.output
-    nothing_lost_and_nothing_twice(run_dir, whole)
-    assert link_of(run_dir).step == TOY_STEPS + 1

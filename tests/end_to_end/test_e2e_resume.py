@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -65,25 +64,6 @@ def test_stopped_and_resumed_ends_where_it_would_have(finished: tuple[Path, str]
 
 
 @pytest.mark.slow
-def test_resume_on_one_process_gives_the_same_batches_noise_and_nearly_the_same_weights(
-    finished: tuple[Path, str], launch: Make
-) -> None:
-    job, run_dir = launch("elastic")
-    job.killed(run_dir, 5)
-    job.launcher = "python"
-    code, output = job.run()
-    assert code == 0, output
-    digests = [
-        [line["facts"]["sampling"]["digest"] for line in ledger_lines(folder) if line["kind"] == "open"]
-        for folder in (finished[0], run_dir)
-    ]
-    assert digests[0] == digests[1]
-    expected, got = final_weights(finished[0]), final_weights(run_dir)
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=2e-4)
-
-
-@pytest.mark.slow
 def test_changed_config_is_refused_until_declared_and_then_charged(launch: Make) -> None:
     job, run_dir = launch("changed")
     job.killed(run_dir, 5)
@@ -102,40 +82,6 @@ def test_changed_config_is_refused_until_declared_and_then_charged(launch: Make)
     verdict = json.loads(account("verify", str(run_dir), "--json").stdout)
     again = segments[1]["from_step"]
     assert verdict["opened"] == len(before) + SMALL_STEPS - again, "a step of the old segment was not charged"
-
-
-@pytest.mark.slow
-def test_a_second_process_on_the_same_directory_is_refused_while_the_first_lives(launch: Make) -> None:
-    job, run_dir = launch("twice")
-    process = job.start(hold_after_opened=1)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 1, process)
-    os.killpg(process.pid, signal.SIGSTOP)
-    try:
-        code, output = job.run()
-    finally:
-        os.killpg(process.pid, signal.SIGCONT)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    assert code == 5 and "in use by another process" in output, output
-
-
-@pytest.mark.slow
-def test_a_copied_run_directory_goes_on_with_new_keys_and_every_step_charged(launch: Make, tmp_path: Path) -> None:
-    job, run_dir = launch("original")
-    job.killed(run_dir, 5)
-    copy = tmp_path / "copy-run"
-    shutil.copytree(run_dir, copy)
-    (copy / "secret").chmod(0o700)
-    before = len(opened_steps(copy))
-
-    job.arguments = ["--set", f"run.dir={copy}"]
-    code, output = job.run()
-    assert code == 0 and "new keys from here on" in output, output
-    segments = [line for line in ledger_lines(copy) if line["kind"] == "segment"]
-    assert len(segments) == 2
-    verdict = json.loads(account("verify", str(copy), "--json").stdout)
-    assert verdict["opened"] == before + SMALL_STEPS - segments[1]["from_step"]
-    assert verdict["claimed"] == 8.0, "outputs of the first segment may have been seen: the budget is claimed"
 
 
 @pytest.mark.slow

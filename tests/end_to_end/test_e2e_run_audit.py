@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.attached import CertificateError
 from murmuration.accounting.certificate.evidence import DIFFERS, PENDING
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.cli.main import main as account
 from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, REFUTED
 from murmuration.accounting.keys import load
@@ -85,7 +86,7 @@ def pending(audited: Ran, tmp_path: Path) -> Ran:
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     document = json.loads((copy / "certificate.json").read_text())
-    certificate.write(signed({**document, "audit": PENDING}, load(copy / "secret" / "run.key")), copy)
+    pages.write(signed({**document, "audit": PENDING}, load(copy / "secret" / "run.key")), copy)
     return copy, config
 
 
@@ -181,12 +182,12 @@ def test_forged_evidence_is_found(pending: Ran, audited: Ran, what: str) -> None
     run_dir, found = pending[0], evidence(audited[0])
     FORGED[what](found["one_run"])
     document = json.loads((run_dir / "certificate.json").read_text()) | {"audit": found}
-    certificate.write(document, run_dir)
+    pages.write(document, run_dir)
     with pytest.raises(CertificateError, match="was changed after it was signed"):
-        certificate.verify(run_dir)
-    certificate.write(signed(document, load(run_dir / "secret" / "run.key")), run_dir)
+        verify(run_dir)
+    pages.write(signed(document, load(run_dir / "secret" / "run.key")), run_dir)
     with pytest.raises(CertificateError, match="the certificate's audit"):
-        certificate.verify(run_dir)
+        verify(run_dir)
 
 
 def test_a_certificate_that_is_written_again_keeps_signed_evidence_alone(audited: Ran, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def by_kernel(result: dict[str, Any]) -> bool:
 
 
 def launched(world: int) -> dict[str, Any]:
-    offload = ["--offload"] if world == 3 else []  # DeepSpeed compiles an operation for it, about a minute
+    offload = ["--all", "--offload"] if world == 3 else []  # DeepSpeed compiles an operation for it, about a minute
     return run_worker("sharding_worker.py", *offload, ranks=world, seconds=2 * TIMEOUT)
 
 
@@ -33,7 +33,7 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
     assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
     results = found["results"]
-    assert len(results) == 5 * (4 + 1) + (3 * 3 if world == 3 else 0)
+    assert len(results) == (5 * 5 + 3 * 3 if world == 3 else 5 + 4 * 3)
     assert all(result["world"] == world for result in results)
     for result in results:
         assert result["bound"] <= WIDEST_BOUND, result
@@ -49,9 +49,9 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
         assert max(*whole, *parts) - min(*whole, *parts) <= WINDOWS, case
     # What the bounds leave room for is far less than any of these mistakes moves the weights.
     assert all(result["drift"] > 10 * result["bound"] for result in found["planted"].values()), found["planted"]
-    # Two thousand micro-batches: from the clipped sums to the weights, in units of C.
+    # Hundreds of micro-batches: from the clipped sums to the weights, in units of C.
     errors = found["errors_of_long_sums"]
     assert len(errors) == 3 and all(error <= 1e-3 for error in errors.values()), errors
     # Units of 1 to 9 rows, from the rows to the weights, in units of the whole sum.
     units = found["errors_of_units"]
-    assert len(units) == 5 * 2 and all(error <= 1e-6 for error in units.values()), units
+    assert len(units) == 3 * 2 and all(error <= 1e-6 for error in units.values()), units

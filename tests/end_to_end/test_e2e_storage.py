@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -14,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from murmuration.accounting.keys import RunKey, destroy, store
-from murmuration.accounting.ledger.history import History
 from tests.support.launching import Launch, environment, opened_steps
-from tests.support.runs import TOY_STEPS, nothing_lost_and_nothing_twice, state_of, toy
+from tests.support.runs import nothing_lost_and_nothing_twice, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -25,17 +22,6 @@ def halfway(job: Launch) -> None:
     """Killed between the first private checkpoint and the end."""
     ended = job.end(kill={"rank": 0, "kind": "write", "at": 22, "before": True})
     assert ended.codes[0] == -9, ended.output
-
-
-@pytest.mark.slow
-def test_a_file_that_cannot_grow_costs_nothing_once_it_can(whole: Path, launch: Make) -> None:
-    job, run_dir = launch("full", toy)
-    ended = job.end(limits={resource.RLIMIT_FSIZE: 60_000})
-    assert 2 in ended.codes and "could not be written" in ended.output, (ended.codes, ended.output)
-    assert "File too large" in ended.output and "free space or fix the permissions" in ended.output, ended.output
-    ended = job.end()
-    assert ended.codes == [0, 0], ended.output
-    nothing_lost_and_nothing_twice(run_dir, whole)
 
 
 def test_storage_that_fails_is_named_with_its_fix_and_costs_nothing_once_it_works(whole: Path, launch: Make) -> None:
@@ -81,42 +67,6 @@ def test_a_full_disk_costs_nothing_once_there_is_room(whole: Path, launch: Make,
         nothing_lost_and_nothing_twice(run_dir, whole)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.mark.slow
-def test_a_damaged_piece_is_refused_until_a_new_segment_is_declared(launch: Make) -> None:
-    job, run_dir = launch("damaged", toy)
-    halfway(job)
-    checkpoints = run_dir / "checkpoints"
-    newest = checkpoints / json.loads((checkpoints / "latest").read_text())["folder"]  # a newer one may be unfinished
-    piece = newest / "piece-00001-of-00002.safetensors"
-    piece.write_bytes(piece.read_bytes()[:-40])
-    before = (run_dir / "ledger.jsonl").read_bytes()
-    ended = job.end()
-    assert ended.codes == [5, 5] and str(piece) in ended.output and "--new-segment 'why'" in ended.output, ended.output
-    opened = len(opened_steps(run_dir))
-    assert (run_dir / "ledger.jsonl").read_bytes().startswith(before)
-    ended = job.end(arguments=["--new-segment", "the disk lost a piece"])
-    assert ended.codes == [0, 0] and "all opened steps stay charged" in ended.output, ended.output
-    history = History.read(run_dir / "ledger.jsonl")[0]
-    assert [segment.number for segment in history.segments] == [0, 1]
-    assert history.steps()[0] == opened + TOY_STEPS - history.segments[1].from_step
-    assert (run_dir / "checkpoints" / f"damaged-{newest.name}").is_dir()
-
-
-@pytest.mark.slow
-def test_a_lost_pointer_costs_nothing_in_the_middle_and_after_the_end(whole: Path, launch: Make) -> None:
-    job, run_dir = launch("pointer", toy)
-    halfway(job)
-    pointer = run_dir / "checkpoints" / "latest"
-    pointer.unlink()
-    ended = job.end()
-    assert ended.codes == [0, 0] and "latest is lost; rebuilt from the checkpoints" in ended.output, ended.output
-    nothing_lost_and_nothing_twice(run_dir, whole)
-    pointer.write_text("{")
-    ended = job.end()
-    assert ended.codes == [0, 0] and "latest is damaged; rebuilt from the checkpoints" in ended.output, ended.output
-    nothing_lost_and_nothing_twice(run_dir, whole)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
 from murmuration.data.index.folders import build_folder

@@ -27,8 +27,9 @@ def check(found: list[dict[str, Any]], expected: set[tuple[str, str]]) -> None:
 
 
 def test_every_pair_of_layouts_on_two_ranks(tmp_path: Path) -> None:
-    found = run_worker("transfers_worker.py", "save+load", str(tmp_path), ranks=2)
-    names = [f"{layout}-of-2" for layout in LAYOUTS]
+    """ZeRO-1 and 2 cut alike what is saved."""
+    found = run_worker("transfers_worker.py", "--one-of-those-alike", "save+load", str(tmp_path), ranks=2)
+    names = [f"{layout}-of-2" for layout in LAYOUTS if layout != "2"]
     check(found, {(one, other) for one in names for other in names})
 
 

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from docs.tutorials.notebook import notebook
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
+from tests.support import forking
 from tests.support.evaluation_world import COLOURS, class_list, picture, tokenizer
 from tests.support.launching import ROOT, environment
 
@@ -61,6 +62,14 @@ def run(folder: Path, command: list[str] | str, environ: dict[str, str] | None =
     )  # fmt: skip
     as_far = isinstance(command, str) and command.endswith(("verify published", "verify runs/own"))
     assert done.returncode == (7 if as_far else 0), f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def told_by(folder: Path, program: str) -> str:
+    """What a program says that finds our package by its path."""
+    command = [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{program}"]
+    done = forking.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
@@ -157,7 +166,7 @@ def test_an_own_loop_learns_and_its_notebook_is_the_same_program(tmp_path: Path)
         f"{cell}\n" for cell in cells if not cell.startswith("!")
     ]
     environ = environment() | {"PYTHONPATH": str(ROOT)}
-    said = run(tmp_path, [sys.executable, "-c", program], environ)
+    said = told_by(tmp_path, program)
     learnt = [float(value) for value in re.findall(r"accuracy on public pictures (\S+)", said)]
     assert len(learnt) == 4 and learnt[-1] > 0.6, "chance is a quarter"
     (command,) = (cell.removeprefix("!") for cell in cells if cell.startswith("!"))
@@ -167,7 +176,7 @@ def test_an_own_loop_learns_and_its_notebook_is_the_same_program(tmp_path: Path)
 
 def test_a_program_for_opacus_and_ours_keep_the_same_budget_and_learn_the_same(tmp_path: Path) -> None:
     program = "torch.manual_seed(1)\n".join(text for _, text in blocks("from_opacus.md", {}))
-    said = run(tmp_path, [sys.executable, "-c", program], environment() | {"PYTHONPATH": str(ROOT)})
+    said = told_by(tmp_path, program)
     found = re.findall(r"^(Opacus|Murmuration): ε = (\S+), accuracy (\S+)$", said, re.MULTILINE)
     assert [name for name, *_ in found] == ["Opacus", "Murmuration"]
     for _, epsilon, accuracy in found:
@@ -212,7 +221,7 @@ def test_a_language_model_learns_an_adapter_that_peft_loads(tmp_path: Path, kind
     small = {'LENGTH = "model", 64': 'LENGTH = "model", 16', "epochs=3": "epochs=2"}
     small |= {'"q_proj", "v_proj"': '"c_attn"'} if kind == "gpt2" else {}
     program = "\n".join([*(text for _, text in blocks("language_models.md", small)), WITH_ADAPTER])
-    said = run(tmp_path, [sys.executable, "-c", program], environment() | {"PYTHONPATH": str(ROOT)})
+    said = told_by(tmp_path, program)
     verdict = verify(tmp_path / "runs" / "notes")
     assert verdict.committed == 6 and 7.9 < verdict.epsilon <= 8 and "self-test passed" in said
     assert "published by its authors before these notes" in (tmp_path / "runs" / "notes" / "certificate.md").read_text()

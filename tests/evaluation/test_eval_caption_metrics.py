@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from murmuration.evaluation.measures.caption_metrics import caption_metrics, words_of
+from murmuration.evaluation.protocols.caption import caption_metrics, words_of
 
 BIRDS, SHIPS = "a flock of birds over the sea", "three old ships in a harbour"
 

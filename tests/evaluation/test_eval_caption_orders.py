@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from murmuration.evaluation.measures.caption_orders import (
+from murmuration.evaluation.measures.caption_scores import (
     ADJECTIVES,
     MOST_WORDS,
     NOUNS,

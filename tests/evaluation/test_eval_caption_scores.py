@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from murmuration.evaluation.measures.caption_choices import LEAST_ATTRIBUTION, grouped, macro, micro
 from murmuration.evaluation.measures.caption_scores import (
+    LEAST_ATTRIBUTION,
     all_scores,
     chosen_options,
+    grouped,
+    macro,
+    micro,
     pair_scores,
     picture_ranks,
     text_ranks,

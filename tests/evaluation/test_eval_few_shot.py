@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from murmuration.evaluation.measures.few_shot import FewShotError, draw_percent, draw_shots, listed
+from murmuration.evaluation.protocols.draws import FewShotError, draw_percent, draw_shots, listed
 
 NAMES = ("ant", "bee", "cat")
 LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [10, 40, 200]))

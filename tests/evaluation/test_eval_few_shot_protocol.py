@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from murmuration.evaluation.measures.few_shot import draw_shots
 from murmuration.evaluation.measures.logistic import normalised
+from murmuration.evaluation.protocols.draws import draw_shots
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, saved
 from tests.support.published import vip_mae
 

@@ -17,9 +17,9 @@ from murmuration.data.batch.reader import DataSpec
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import build_folder
 from murmuration.data.index.keyed_digest import every_ledger_digest
-from murmuration.evaluation.measures.few_shot import draw_percent, draw_shots
 from murmuration.evaluation.measures.fine_tuning import FineTuneSettings
 from murmuration.evaluation.protocols.augmented import AugmentedPictures, mixed_batches
+from murmuration.evaluation.protocols.draws import draw_percent, draw_shots
 from murmuration.evaluation.protocols.fine_tune import FineTuning, MixedPictures
 from murmuration.evaluation.session.session import Chosen
 from murmuration.evaluation.session.sharing import Sharing

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from murmuration.evaluation.measures.label_trie import stops_of, trie_of, written_names
+from murmuration.evaluation.protocols.zero_shot import stops_of, trie_of, written_names
 from murmuration.train.measures.captions import beam, greedy, log_likelihood, nucleus
 from murmuration.train.measures.zero_shot import class_scores
 

@@ -20,11 +20,11 @@ from murmuration.data.channels import HALF
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
-from murmuration.evaluation.measures.few_shot import draw_shots
 from murmuration.evaluation.models.library import LibraryClassifier
 from murmuration.evaluation.models.load import load
 from murmuration.evaluation.models.subject import Subject
 from murmuration.evaluation.models.weights import Evaluated, Sizes, features_of, open_model
+from murmuration.evaluation.protocols.draws import draw_shots
 from murmuration.model.classifier import TransformerClassifier
 from tests.support.evaluation_world import COLOURS, class_folders, evaluate, result, table
 from tests.support.foreign_models import moved

@@ -20,7 +20,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
 import numpy as np
 import torch
 torch.set_num_threads(1)
-from murmuration.evaluation.measures.lars_probe import LarsSettings, fit_lars
+from murmuration.evaluation.protocols.linear_probe import LarsSettings, fit_lars
 from murmuration.train.measures.ranking import hits
 from murmuration.evaluation.measures.rows import Rows
 records, width, classes = map(int, sys.argv[2:])

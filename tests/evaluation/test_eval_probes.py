@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from murmuration.evaluation.measures import rows as rows_module
 from murmuration.evaluation.measures.interval import mean, share
-from murmuration.evaluation.measures.lars_probe import LarsSettings, fit_lars
 from murmuration.evaluation.measures.logistic import fit_logistic, normalised
 from murmuration.evaluation.measures.rows import Rows
+from murmuration.evaluation.protocols.linear_probe import LarsSettings, fit_lars
 from murmuration.train.measures.ranking import hits
 
 CPU = torch.device("cpu")

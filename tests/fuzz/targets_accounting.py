@@ -10,8 +10,9 @@ from random import Random
 from typing import Any
 
 from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
@@ -20,7 +21,7 @@ from murmuration.accounting.ledger.chain import Ledger, LedgerError, make_entry
 from murmuration.accounting.ledger.facts import MetricFact
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.metrics import ClippedShare
 from murmuration.accounting.strict_json import parse
 from tests.fuzz.engine import Broken, Target
@@ -54,7 +55,7 @@ class Runs(Target):
         self.place.mkdir()
         # What the first recomputation loads and caches is no part of a case.
         (self.place / "ledger.jsonl").write_bytes(self.runs[0].ledger)
-        certificate.verify(self.place)
+        verify(self.place)
 
     def meant(self, data: bytes) -> Run:
         """The run that a mutated file came from, by its name."""
@@ -85,7 +86,7 @@ class Ledgers(Runs):
         self.lay(data, json.dumps(run.certificate).encode())
         certified = main(["verify", str(self.place), "--json"])
         if certified == NOT_ALL_CHECKED and data != run.ledger:
-            spent = certificate.verify(self.place).epsilon
+            spent = verify(self.place).epsilon
             if spent < run.epsilon - CLOSE:
                 raise Broken("a ledger with a smaller epsilon than its certificate verifies")
         return max(code, certified)
@@ -96,7 +97,7 @@ class Ledgers(Runs):
         plans = [entry["plan"] for entry in entries if entry["kind"] == "plan"]
         opened = sum(entry["kind"] == "open" for entry in entries)
         if plans == run.plans and opened >= run.opened:
-            spent = certificate.verify(self.place).epsilon
+            spent = verify(self.place).epsilon
             if not spent >= run.epsilon - CLOSE:
                 raise Broken("steps that contradict the frozen plan make epsilon smaller")
 
@@ -138,7 +139,7 @@ class Certificates(Runs):
         if more := document["claim"].keys() & {"delta_claimed", "stands_for"} - run.certificate["claim"].keys():
             raise Broken(f"a certificate verifies with a claim that its ledger does not make: {more.pop()}")
         # What was verified is made into pages when weights are exported.
-        certificate.write(document, self.place)
+        pages.write(document, self.place)
         return max(code, main(["explain", str(self.place)]))
 
     @staticmethod

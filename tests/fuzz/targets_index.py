@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import sys
 import tarfile
@@ -27,6 +26,7 @@ from tests.fuzz.engine import Broken, Target
 from tests.fuzz.mutate_bytes import mutate_bytes
 from tests.fuzz.mutate_json import mutate_text
 from tests.fuzz.mutate_npy import mutate_npy
+from tests.support.tars import tar
 
 COUNTS = (3, 2)
 EXCLUDED = (1, 4)
@@ -34,14 +34,10 @@ EXCLUDED = (1, 4)
 
 def shard(records: range, form: int = tarfile.PAX_FORMAT, prefix: str = "") -> bytes:
     """Three members a record; a folder, and under PAX a header of its own for a name that is not ASCII."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as archive:
-        for number in records:
-            for suffix, content in (("txt", b"a red %d" % number), ("cls", b"%d" % number), ("json", b'{"label": 1}')):
-                info = tarfile.TarInfo(f"{prefix}{number:06d}.{suffix}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
+    members = {
+        number: {"txt": b"a red %d" % number, "cls": b"%d" % number, "json": b'{"label": 1}'} for number in records
+    }
+    return tar(((f"{prefix}{number:06d}", each) for number, each in members.items()), form)
 
 
 class IndexWorld(Target):

@@ -16,8 +16,8 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import save_file
 
-from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.cli.main import main as account
 from murmuration.accounting.errors import DONE
 from murmuration.accounting.ledger.chain import Ledger
@@ -135,7 +135,7 @@ class RunDirectory(Target):
         self.document: dict[str, Any] = {}
         self.lay(self.manifests[3])
         journal = Journal(Ledger.open(self.root / "ledger.jsonl"))
-        self.document = certificate.compose(journal.history, journal.ledger.entries, {})
+        self.document = compose(journal.history, journal.ledger.entries, {})
         journal.ledger.close()
 
     def _manifest(self, step: int, entries: list[dict[str, Any]]) -> bytes:

@@ -46,7 +46,7 @@ from murmuration.train.clip.rule import ClipRule  # noqa: E402
 from murmuration.train.engines.forward import PlainForward, PrivateForward  # noqa: E402
 from murmuration.train.self_test.probes import synthetic_batch  # noqa: E402
 from tests.gpu.kinds import PRODUCTS, attention, kind_of, precision, product  # noqa: E402
-from tests.gpu.prices import FUSED, NOT_MEASURED, Kernel, Rates  # noqa: E402
+from tests.gpu.prices import FUSED, NOT_MEASURED, Kernel, Rates, in_lines  # noqa: E402
 
 COUNTED = Path(__file__).with_name("counted.json")
 COMPILED = "private, compiled"
@@ -576,7 +576,7 @@ def main() -> None:
     elif arguments.act == "json":
         print("COUNTED " + json.dumps(found))
     else:
-        COUNTED.write_text(json.dumps(found, indent=1) + "\n")
+        COUNTED.write_text(in_lines(found))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,23 @@ kernels. The rates of other kinds are assumed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 RATES = Path(__file__).with_name("rates.json")
+
+
+def in_lines(found: dict[str, Any]) -> str:
+    """JSON in which whatever holds numbers alone has a line of its own."""
+    return re.sub(r"([{\[])\s+([^{}\[\]]*?)\s+([}\]])", _one_line, json.dumps(found, indent=1)) + "\n"
+
+
+def _one_line(block: re.Match[str]) -> str:
+    return block[1] + re.sub(r"\s*\n\s*", " ", block[2]) + block[3]
+
 
 # Bytes per second that a copy on the device reads and writes, and operations per second of products in fp32: measured
 # (benchmarks/results/gpu/probe.json: 4.01e12, and 4.1e13 to 5.1e13).

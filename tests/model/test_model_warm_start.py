@@ -17,7 +17,7 @@ from torch import nn
 from transformers import ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
 from murmuration.model.build import build
-from murmuration.model.foreign_back import to_hugging_face, to_timm
+from murmuration.model.foreign import to_hugging_face, to_timm
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select

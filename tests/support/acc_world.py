@@ -10,8 +10,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.signature import public_key, signed
+from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerEntry, Lines, make_entry
@@ -80,13 +81,13 @@ def whole_run(folder: Path, steps: int = 3, plan: PrivacyPlan = PLAN, key: RunKe
 
 def document_of(journal: Journal, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a certificate of it says now, signed."""
-    return signed(certificate.compose(journal.history, journal.ledger.entries, extra or {}), KEY)
+    return signed(compose(journal.history, journal.ledger.entries, extra or {}), KEY)
 
 
 def certified(journal: Journal, extra: dict[str, Any] | None = None, key: RunKey = KEY) -> dict[str, Any]:
     """The same beside the ledger, signed by `key`; the ledger is closed."""
     document = signed(document_of(journal, extra), key)
-    certificate.write(document, journal.ledger.path.parent)
+    pages.write(document, journal.ledger.path.parent)
     journal.ledger.close()
     return document
 

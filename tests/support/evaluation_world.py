@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from murmuration.data.index.shard_index import build
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.launch.evaluate import main
+from tests.support.tars import indexed
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "grey": (128, 128, 128), "red": (220, 40, 40),
            "white": (240, 240, 240)}  # fmt: skip
@@ -41,19 +40,13 @@ def class_folders(root: Path, each: int, seed: int = 0, colours: tuple[str, ...]
 
 def shards(folder: Path, records: int, captions: bool = True) -> Path:
     """An indexed folder of one tar, with captions and a colour's number under "colour"."""
-    folder.mkdir(parents=True)
-    names = list(COLOURS)
-    with tarfile.open(folder / "000000.tar", "w") as tar:
-        for record in range(records):
-            colour = names[record % len(names)]
-            members = {"png": picture(colour, record), "json": json.dumps({"colour": record % len(names)}).encode()}
-            if captions:
-                members["txt"] = f"a photo of a {colour} square".encode()
-            for suffix, content in members.items():
-                info = tarfile.TarInfo(f"{record:06}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    build(folder)
+    found, names = list[dict[str, bytes]](), list(COLOURS)
+    for record in range(records):
+        colour = names[record % len(names)]
+        found.append({"png": picture(colour, record), "json": json.dumps({"colour": record % len(names)}).encode()})
+        if captions:
+            found[-1]["txt"] = f"a photo of a {colour} square".encode()
+    indexed(folder, found)
     return folder
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from PIL import Image
 
 from murmuration.data.decode.decode import BadRecord
-from murmuration.data.decode.picture import PictureMaker
-from murmuration.data.decode.record import RecordMaker
+from murmuration.data.decode.record import PictureMaker, RecordMaker
 from murmuration.data.decode.worker import Make, serve
 
 

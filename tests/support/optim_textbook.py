@@ -134,6 +134,6 @@ def textbook(
                     trust = eta * float(w.norm()) / (float(g.norm()) + wd * float(w.norm()) + eps)
                 d = trust * (g + wd * w)
                 velocity = momentum * velocity + d
-                w = w - lr * (d + momentum * velocity if o.get("nesterov") else velocity)
+                w = w - lr * velocity
         weights[name] = w
     return weights

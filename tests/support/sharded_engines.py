@@ -18,8 +18,7 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums
-from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.config.zero_optimization import Offload, ZeroOptimization
+from murmuration.train.config.optimizer import Offload, Optimizer, ZeroOptimization
 from murmuration.train.core import ClippingEngine, Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.choose import EngineSettings
@@ -28,7 +27,7 @@ from murmuration.train.noise.aes import AESNoise
 RECORDS, MICRO_BATCH, C, STEPS = 48, 4, 3.0, (1, 2, 3)
 UNITS, MOST_ROWS = 11, 9
 EMPTY_STEP = 2
-LONG = 2004  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
+LONG = 402  # as many for each of 1, 2 or 3 ranks, which a stage needs that gathers weights
 NOISE_KEY = b"n" * 32
 RULE = ClipRule("flat", C, 0.0)
 Layout = Literal[0, 1, 2, 3, "fsdp2", "hsdp"]

@@ -23,8 +23,7 @@ from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.config.root import Config
 from murmuration.train.core import Computation, clipping_engine
-from murmuration.train.distributed.pulse import Pulse
-from murmuration.train.distributed.ranks import Disagreement
+from murmuration.train.distributed.ranks import Disagreement, Pulse
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard
 from murmuration.train.engines.choose import EngineSettings

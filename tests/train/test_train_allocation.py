@@ -18,7 +18,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.sampling import Poisson, RandomAllocation
 from murmuration.accounting.unit import Unit
-from murmuration.data.draw.allocation import AllocationSampler
+from murmuration.data.draw.samplers import AllocationSampler
 from murmuration.train.config.root import Phase
 from murmuration.train.core import Computation
 from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps

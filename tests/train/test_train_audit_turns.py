@@ -16,7 +16,7 @@ from murmuration.accounting.event import Event
 from murmuration.accounting.noise import IndependentNoise
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
-from murmuration.data.draw.allocation import AllocationSampler
+from murmuration.data.draw.samplers import AllocationSampler
 from murmuration.train.audit.audit import scores
 from murmuration.train.audit.checks import check_allocation, check_noise
 from murmuration.train.audit.turns import Group, SeenSegment, Turn, noise_in, pairs_in, turns_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score
 
-from murmuration.train.measures.average_precision import average_precision, mean_average_precision
+from murmuration.train.measures.ranking import average_precision, mean_average_precision
 
 
 @pytest.mark.parametrize("levels", [3, 1000])

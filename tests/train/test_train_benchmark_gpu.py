@@ -27,6 +27,7 @@ def modules(benchmark: Callable[[str], ModuleType]) -> Any:
     return tuple(benchmark(name) for name in ("gpu_cases", "gpu_truth", "gpu_speed"))
 
 
+@pytest.mark.slow
 def test_the_truth_holds_here_and_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     first = run("truth", "report", "--smoke", "--out", str(tmp_path))
     assert first.returncode == 0, first.stdout + first.stderr

@@ -22,14 +22,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from murmuration.accounting.certificate.certificate import compose
-from murmuration.accounting.json_lines import whole_lines
+from murmuration.accounting.certificate.statement import compose
+from murmuration.accounting.strict_json import whole_lines
 from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace
-from murmuration.train.run.early_end import measured_before
+from murmuration.train.run.context import measured_before
 from murmuration.train.run.report import figure, outcomes, read_curves, write_report
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, open_private
+from murmuration.train.storage.run_dir import PublicTimes, RunDir, open_private
 from tests.support.acc_world import whole_run
 from tests.support.config_base import put
 

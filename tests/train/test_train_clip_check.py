@@ -75,6 +75,7 @@ def test_the_book_keeping_engine_passes_in_every_precision_however_deep_the_mode
     assert (clip.rule, clip.precision) == (FLAT, precision)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "fault", [None, {"norms": 0.995}, {"sums": 0.97}, {"norms": 0.97, "clipped_by": True}], ids=str
 )

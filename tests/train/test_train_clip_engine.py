@@ -18,10 +18,11 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.losses import uncompiled
-from murmuration.train.clip.opacus import OpacusClip
 from murmuration.train.clip.per_record import Dense, OuterProduct
-from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.clip.reference import OpacusClip, ReferenceClip
 from murmuration.train.clip.rule import RECORDS_AT_ONCE, ClipError
+from murmuration.train.engines.forward import PlainForward
+from tests.support import brute_force
 from tests.support.clip_world import FLAT, Body, apart
 from tests.support.train_helpers import SHAPE, Toy, nano_inputs, toy_batch
 
@@ -242,3 +243,39 @@ def test_only_a_bias_that_is_its_weights_left_side_shares_its_lengths(case: str)
     accumulator = NormAccumulator({"w": 0, "b": 0}, 3, 0.0, False, torch.device("cpu"))
     accumulator.add([OuterProduct("w", left, right, torch.Size((5, 4))), Dense("b", bias)], {"w": 1, "b": 1})
     torch.testing.assert_close(accumulator.norms(torch.ones(3, dtype=torch.bool))[0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("odd", [math.nan, 0.0, 1e15])
+def test_gradients_that_lie_in_memory_in_another_order_are_measured_too(transposed: bool, odd: float) -> None:
+    """vmap may return them so to the reference; only a record whose norm is computed again in fp64 shows it."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(1, 4, 3))
+
+        def forward(self, inputs: Any) -> Tensor:
+            tokens = inputs["x"].transpose(1, 2) if transposed else inputs["x"]
+            return ((self.table + tokens) * tokens).sum((1, 2))
+
+    inputs, present = {"x": torch.randn(5, 3, 4) if transposed else torch.randn(5, 4, 3)}, torch.ones(5).bool()
+    inputs["x"][2] *= odd
+    model = Positions()
+    records = brute_force.records_of(model, inputs)
+    factors = brute_force.factors_of(records, present, brute_force.flat(FLAT.bound))
+    sums, clipped = clipped_totals(ReferenceClip(FLAT), model, inputs, present)
+    assert brute_force.relative_error(sums, brute_force.clipped_sum(records, factors)) < 1e-5
+    others = [row for row in range(5) if row != 2 or not math.isnan(odd)]
+    assert clipped.norms[others].tolist() == pytest.approx([records[row].norm() for row in others], rel=1e-5)
+
+
+def test_the_plain_forward_sums_the_losses_of_the_present_alone() -> None:
+    batch = toy_batch(5, absent=(1,))
+    forward = PlainForward(Toy())
+    images = batch.inputs["images"].clone()
+    images[1] = math.nan
+    loss = forward({"images": images}, batch.present)
+    expected = Toy()(batch.inputs)[[0, 2, 3, 4]]
+    assert float(loss.detach()) == pytest.approx(float(expected.detach().sum()), rel=1e-6)
+    assert forward.observed is not None and float(forward.observed[1]) == 0.0

@@ -165,7 +165,7 @@ def compiled_gram(kind: str, tokens: int, capability: int, summed: bool = True) 
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("kind", "tokens"), [("bf16", 50), ("bf16", 40), ("bf16", 197), ("fp16", 300), ("bf16", 255)])
+@pytest.mark.parametrize(("kind", "tokens"), [("bf16", 50), ("bf16", 197), ("fp16", 300)])
 def test_it_compiles_for_cards_to_tensor_cores(kind: str, tokens: int, capability: int) -> None:
     compiled, _ = compiled_gram(kind, tokens, capability)
     code = compiled.asm["ptx"]

@@ -301,6 +301,10 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([put("zero_optimization.stage", 3)], "ZeRO-3"), ([put("model.drop_path", 0.1)], "model.drop_path"),
         ([put("model.dropout", 0.1)], "model.dropout"),
     ]),
+    "checkpointed blocks": ([put("run.gradient_checkpointing", True)], [
+        ([put("run.compile", "blocks")], "computes again what compiled blocks (run.compile) keep"),
+        ([put("run.clip_engine", "opacus")], 'run.clip_engine = "opacus" cannot see into checkpointed blocks'),
+    ]),
     "an encoder by name": ([put("model", RESNET), *OF_CLASSES, first_alone, first(START)], [
         ([lambda raw: raw["phases"].pop(0) and None], "normalises by stored statistics (bn1), which only trained"),
     ]),

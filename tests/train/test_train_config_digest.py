@@ -29,7 +29,7 @@ SHAPES: list[tuple[str, Any]] = [
     ("phases.1.data.augment", "center"), ("phases.1.data.weight", "score"), ("phases.1.privacy.clip.norm", 2.0),
     ("phases.1.privacy.clip.kind", "automatic"), ("phases.1.privacy.clip.gamma", 0.5),
     ("phases.1.privacy.clip.groups", "block"), ("run.clip_engine", "reference"), ("run.clip_memory", "fast"),
-    ("run.compile", "blocks"),
+    ("run.compile", "blocks"), ("run.gradient_checkpointing", True),
     ("run.precision", "bf16"), ("phases.1.privacy.views", 2),
     ("phases.1.privacy.expected_batch", 21), ("phases.1.privacy.noise_multiplier", 1.6), ("phases.1.steps", 6),
     ("phases.1.privacy.epsilon", 4.0), ("phases.1.privacy.delta", 1e-5), ("model.width", 32), ("model.init_seed", 1),

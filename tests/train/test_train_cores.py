@@ -20,8 +20,7 @@ from murmuration.train.distributed.cores import Allowance, Group, cpu_quotas, sh
 from murmuration.train.distributed.process import DeviceError, device_number, refuse_idle_gpus
 from murmuration.train.planner.micro_batch import main_memory
 from murmuration.train.self_test import self_test as module
-from murmuration.train.self_test.probes import SyntheticRecords
-from murmuration.train.self_test.room import RoomError, require_room
+from murmuration.train.self_test.probes import RoomError, SyntheticRecords, require_room
 from tests.support.self_test_world import caption_model
 from tests.support.train_helpers import SHAPE, LocalEngine, alone, on_ranks, plan_for, private_engine
 

@@ -13,9 +13,9 @@ import torch
 from torch.utils.file_baton import FileBaton
 
 from murmuration.train.distributed.ranks import Alone
-from murmuration.train.engines import deepspeed_cpu as cpu_operation
 from murmuration.train.engines import deepspeed_zero
-from murmuration.train.engines.deepspeed_cpu import MOST_COMPILING, drop_dead_locks, make_ready, own_cache  # fmt: skip
+from murmuration.train.engines import deepspeed_zero as cpu_operation
+from murmuration.train.engines.deepspeed_zero import MOST_COMPILING, drop_dead_locks, make_ready, own_cache  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
@@ -34,7 +34,7 @@ exec c++ "$@"
 BUILD = """
 import sys
 from torch.utils.cpp_extension import load
-from murmuration.train.engines.deepspeed_cpu import make_ready
+from murmuration.train.engines.deepspeed_zero import make_ready
 from murmuration.train.distributed.process import quiet_libraries
 quiet_libraries()
 make_ready()

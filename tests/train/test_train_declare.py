@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.engines.choose import start_ranks
 from murmuration.train.storage.checkpoint import Keep

@@ -21,7 +21,7 @@ from murmuration.model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKey
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
-from murmuration.train.clip.opacus import OpacusClip
+from murmuration.train.clip.reference import OpacusClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.phase import Mixing
 from murmuration.train.engines.base import evaluating

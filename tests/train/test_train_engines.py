@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.model.build import Objective, build
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.section import RecipeError
-from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.distributed.ranks import by_copy
 from murmuration.train.engines.choose import EngineSettings, require_compiler
 from murmuration.train.engines.forward import PlainForward

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.decode.class_list import ClassList
@@ -25,6 +22,7 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.read_options import with_stream_order
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
+from tests.support.tars import numbered, png
 
 LISTED = ["dog", "cat", "bird", "fish"]
 EACH = {"bird": 3, "cat": 4, "dog": 2, "fish": 5}
@@ -32,23 +30,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def picture(name: str) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (20, 20), (40 * LISTED.index(name), 0, 0)).save(file, "PNG")
-    return file.getvalue()
+    return png(40 * LISTED.index(name), 20)
 
 
 def write_tar(path: Path, label: str) -> None:
     """`label`: what its records carry: a name or a number in .cls, or a number in .json."""
     path.parent.mkdir()
-    with tarfile.open(path, "w") as tar:
-        for number, name in enumerate(name for name, count in EACH.items() for _ in range(count)):
-            place = str(LISTED.index(name))
-            tell = {"cls": place, "json": json.dumps({"kind": int(place)}), "names": name}[label].encode()
-            suffix = "json" if label == "json" else "cls"
-            for ending, content in {"png": picture(name), suffix: tell}.items():
-                info = tarfile.TarInfo(f"{number:04}.{ending}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+    records = list[dict[str, bytes]]()
+    for name in (name for name, count in EACH.items() for _ in range(count)):
+        place = str(LISTED.index(name))
+        tell = {"cls": place, "json": json.dumps({"kind": int(place)}), "names": name}[label].encode()
+        records.append({"png": picture(name), "json" if label == "json" else "cls": tell})
+    path.write_bytes(numbered(records))
 
 
 @pytest.fixture(scope="module")

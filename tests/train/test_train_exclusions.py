@@ -17,8 +17,8 @@ from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.data.index.exclusions import FACTS, IDS, Exclusions
 from murmuration.data.index.shard_index import ShardIndex, build
-from murmuration.data.store.local import LocalFiles
 from murmuration.data.store.place import Place
+from murmuration.data.store.stored import LocalFiles
 from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.model.build import build as build_model
 from murmuration.train.clip.engine import clipped_totals

@@ -18,8 +18,7 @@ from murmuration.model.foreign_config import Preprocessing
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import DOWN, UP, merged, select
 from murmuration.train.export import named_forms
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.finished import Finished
+from murmuration.train.export.finished import ExportError, Finished
 from murmuration.train.export.forms import write_form
 from tests.support.foreign_models import HF_TOYS, TIMM_TOYS, library_folder, moved
 
@@ -140,7 +139,7 @@ def test_what_a_form_cannot_say_is_refused(tmp_path: Path, monkeypatch: pytest.M
     def changed(tensors: dict[str, Tensor], *rest: Any) -> None:
         save_file({name: tensor * 1.001 for name, tensor in tensors.items()}, *rest)
 
-    monkeypatch.setattr("murmuration.train.export.files.save_file", changed)
+    monkeypatch.setattr("murmuration.train.export.finished.save_file", changed)
     with pytest.raises(ExportError, match="computes something else"):
         written(finished, tmp_path / "timm", "timm")
     monkeypatch.undo()

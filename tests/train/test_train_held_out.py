@@ -21,7 +21,7 @@ from murmuration.model.classifier import Classifier
 from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.section import RecipeError
-from murmuration.train.engines.held_out import HeldOutCount
+from murmuration.train.engines.measures import HeldOutCount
 from murmuration.train.noise.metrics import MetricRelease
 from tests.support.config_base import plan_of, private_phase
 from tests.support.step_world import METRIC_KEY

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from murmuration.data.index.shard_index import build
 from murmuration.evaluation.models.subject import Subject
 from murmuration.evaluation.models.weights import Sizes, open_model
 from murmuration.launch.init import main
@@ -29,6 +25,7 @@ from murmuration.train.config.load import load, parse_with_comments
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.recipe.warm_start import WarmStart
 from tests.support.foreign_models import HF_TOYS, TIMM_TOYS, hugging_face, library_folder, timm_vit
+from tests.support.tars import indexed, png
 
 RECORDS = 60
 NAMES = ["zebra", "class-of-one", "ostrich"]
@@ -36,17 +33,8 @@ NAMES = ["zebra", "class-of-one", "ostrich"]
 
 def packed(folder: Path, **members: Callable[[int], str]) -> Path:
     """Pictures with these members, as one indexed shard."""
-    folder.mkdir()
-    with tarfile.open(folder / "000.tar", "w") as tar:
-        for number in range(RECORDS):
-            picture = io.BytesIO()
-            Image.new("RGB", (16, 16), (number, 0, 0)).save(picture, "png")
-            files = {"png": picture.getvalue(), **{name: make(number).encode() for name, make in members.items()}}
-            for suffix, content in files.items():
-                info = tarfile.TarInfo(f"{number:04}.{suffix}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    build(folder)
+    told = ({name: make(number).encode() for name, make in members.items()} for number in range(RECORDS))
+    indexed(folder, ({"png": png(number), **each} for number, each in enumerate(told)))
     return folder
 
 

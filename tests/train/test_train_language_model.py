@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.index.open import open_index
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer

@@ -24,7 +24,7 @@ from murmuration.train.clip.engine import Observation
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.core import PrivateCore
-from murmuration.train.engines.loss_probes import LossProbes, weights_before
+from murmuration.train.engines.measures import LossProbes, weights_before
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.probed_rate import RELEASED, ProbedRate

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from murmuration.train.clip.sums import ExactSums
-from murmuration.train.distributed.memory import keep_from_swap
+from murmuration.train.distributed.process import keep_from_swap
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")
 
@@ -71,7 +71,7 @@ def test_what_the_trainer_reads_in_proc_can_still_be_read_and_its_memory_cannot(
     found = told(
         "import json, os, subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from murmuration.train.distributed.memory import forbid_dumps\n"
+        "from murmuration.train.distributed.process import forbid_dumps\n"
         "if os.getuid() == 0:\n"
         "    os.setgid(65534); os.setuid(65534)\n"
         "read, write = os.pipe()\n"
@@ -100,7 +100,7 @@ def test_totals_and_keys_are_locked_where_that_is_allowed_and_nothing_fails_wher
         "from pathlib import Path\n"
         "import torch\n"
         "from murmuration.train.clip.sums import ExactSums\n"
-        "from murmuration.train.distributed.memory import keep_from_swap\n"
+        "from murmuration.train.distributed.process import keep_from_swap\n"
         "locked = lambda: int(re.search(r'VmLck:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         "most = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]\n"
         "soft = {limit} if most == resource.RLIM_INFINITY else min({limit}, most)\n"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.build import build
 from murmuration.model.language_model import NamedLanguageModel

@@ -25,9 +25,8 @@ def settings(kind: Any, **params: Any) -> Optimizer:
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {}), ("AdamW", {"betas": (0.8, 0.95), "eps": 1e-3}),
     ("LAMB", {"eps": 1e-6}), ("LAMB", {"betas": (0.5, 0.9)}),
-    ("SGD", {}), ("SGD", {"momentum": 0.0}), ("SGD", {"momentum": 0.7, "nesterov": True}),
+    ("SGD", {}), ("SGD", {"momentum": 0.0}), ("SGD", {"momentum": 0.7}),
     ("LARS", {"trust_coefficient": 0.3}),
-    ("LARS", {"trust_coefficient": 0.1, "nesterov": True}),
     ("LARS", {"trust_coefficient": 0.3, "eps": 1e-1, "momentum": 0.0}),
 ]  # fmt: skip
 IDS = [f"{kind} {params}" for kind, params in CASES]
@@ -73,15 +72,15 @@ def test_rules_reach_their_parameters_alone(kind: str, world: int) -> None:
     [
         (settings("AdamW", weight_decay=0.1, betas=(0.9, 0.95)),
          lambda p: torch.optim.AdamW(p, betas=(0.9, 0.95), weight_decay=0.1)),
-        (settings("SGD", momentum=0.9, nesterov=True, weight_decay=0.1),
-         lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1)),
+        (settings("SGD", momentum=0.9, weight_decay=0.1),
+         lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1)),
         (settings("SGD", momentum=0.0), lambda p: torch.optim.SGD(p)),
         (settings("LAMB", eps=1e-6, weight_decay=0.1),
          lambda p: Lamb(p, eps=1e-6, weight_decay=0.1, max_grad_norm=None, always_adapt=True)),
         (settings("LARS", weight_decay=0.1, trust_coefficient=0.02),
          lambda p: Lars(p, momentum=0.9, weight_decay=0.1, trust_coeff=0.02, always_adapt=True)),
     ],
-    ids=["AdamW", "nesterov", "SGD", "LAMB", "LARS"],
+    ids=["AdamW", "momentum", "SGD", "LAMB", "LARS"],
 )  # fmt: skip
 def test_torch_and_timm_move_alike(mine: Optimizer, theirs: Any) -> None:
     parameters = {name: nn.Parameter(weights) for name, weights in initial().items()}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from murmuration.accounting.certificate.certificate import write
+from murmuration.accounting.certificate.pages import write
 from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.statement import compose

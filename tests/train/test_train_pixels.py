@@ -22,7 +22,7 @@ from murmuration.data.batch.loader import Loader, PublicOrder
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD
-from murmuration.data.decode.picture import PictureMaker
+from murmuration.data.decode.record import PictureMaker
 from murmuration.data.draw.micro_batch import EMPTY, IMAGES, MicroBatch, Normalisation
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.data.index.shard_index import build

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from murmuration.accounting import errors
-from murmuration.data.draw import shared_draw
+from murmuration.data.draw import samplers
 from murmuration.train.clip import check, rule, standardised, sums
 from murmuration.train.recipe import record_names
 from murmuration.train.self_test import self_test
@@ -36,7 +36,7 @@ PAGE = " ".join(((DOCS / "proof.md").read_text() + (DOCS / "auditing.md").read_t
             lambda: rule.RECORDS_AT_ONCE // standardised.FEWER == 32,
         ),
         ("gradient the standardisation shrinks more than eightfold", lambda: standardised.LARGEST == 8),
-        ("from 2²⁶ records on the ids of a step's draw", lambda: shared_draw.SHARED_FROM == 2**26),
+        ("from 2²⁶ records on the ids of a step's draw", lambda: samplers.SHARED_FROM == 2**26),
         ("σ is within 5 % of the plan", lambda: self_test.SIGMA_TOLERANCE == 0.05),
         ("match plain autograd to 0.1 % in fp32", lambda: check.EXACT == 1e-3),
         ("and with autograd to 2 %", lambda: 0.019 < check.ROUNDED <= 0.02),

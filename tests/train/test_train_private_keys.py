@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.train.library.own_run import NUMBERS, RESTORED
+from tests.support import forking
 from tests.support.own_module import RATE, RECORDS, read, run, training
 
 ROOT = Path(__file__).parents[2]
@@ -177,9 +177,9 @@ for writes in (1, 2, 3, 4, 5, 6, 7, 23):  # all of one step, the next, and those
 
 def test_killed_at_any_write_it_continues_and_no_step_is_charged_less(tmp_path: Path) -> None:
     """Behind each durable write in turn, in one run directory that is opened again each time."""
-    place, environment = tmp_path / "run", os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    place = tmp_path / "run"
     command = [sys.executable, "-c", KILLED, str(place)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = forking.run(command, cwd=ROOT, capture_output=True, text=True)
     told = [[int(word) for word in line.split()] for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert [code for _, code, _ in told] == [-signal.SIGKILL] * 8, done.stderr
     opens = [count for _, _, count in told]

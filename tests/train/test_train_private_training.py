@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey
@@ -35,8 +35,6 @@ from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.exact import ExactNoise
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -255,27 +253,6 @@ def test_a_model_that_asks_what_its_records_hold_is_refused(tmp_path: Path) -> N
         found.prove()
 
 
-class Packing(Regression):
-    """Packs the numbers that are not zero of all records into one column, as language models pack tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Linear(1, 1)
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        x = inputs["x"]
-        there = x != 0
-        return x.masked_scatter(there, self.token(x[there].unsqueeze(1))).sum(1) ** 2 + super().forward(inputs)
-
-
-def test_a_model_that_packs_records_is_refused(tmp_path: Path) -> None:
-    with (
-        training(tmp_path, Packing()) as found,
-        pytest.raises(SelfTestError, match="picks rows or elements by what they hold"),
-    ):
-        found.prove()
-
-
 class Modal(Regression):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         losses = super().forward(inputs)
@@ -437,6 +414,7 @@ def test_a_step_after_which_the_program_is_interrupted_is_never_made_again(tmp_p
         found.step(2, RATE)
 
 
+@pytest.mark.rest
 def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(LedgerError, match="records of phase 'training' changed"):
@@ -463,6 +441,7 @@ def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_float
     assert any("may err by the allowance" in text for text in told["known_deviations"])
 
 
+@pytest.mark.rest
 def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path) -> None:
     run(tmp_path, 2, computation=Computation(noise="exact"))
     with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*noise"):
@@ -472,6 +451,7 @@ def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.rest
 def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
     """Both are Gaussian and of one σ, but the same key would draw other numbers for a step that is made again."""
     run(tmp_path, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +21,9 @@ from murmuration.data.index.shard_index import build
 from murmuration.train.run.board import Board, Feed, Pace
 from murmuration.train.run.trainer import Trainer
 from murmuration.train.step import StepSummary
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.run_dir import PublicTimes, RunDir
 from murmuration.train.storage.saving import Saving
+from tests.support.tars import numbered
 from tests.support.train_helpers import alone
 
 RECORDS, STEPS, SLOW = 12, 120, 7
@@ -40,12 +39,8 @@ def png(side: int) -> bytes:
 def shard(folder: Path, slow: bool) -> Path:
     """Twelve small pictures, one of which has nine megapixels in a few kilobytes, or is not there: ⊥ in its place."""
     folder.mkdir()
-    with tarfile.open(folder / "0.tar", "w") as tar:
-        for number in range(RECORDS):
-            content = png(16) if number != SLOW else png(3000) if slow else b""
-            member = tarfile.TarInfo(f"{number:03}.png")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    usual, other = png(16), png(3000) if slow else b""
+    (folder / "0.tar").write_bytes(numbered({"png": other if n == SLOW else usual} for n in range(RECORDS)))
     return folder
 
 

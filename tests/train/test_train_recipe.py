@@ -56,6 +56,7 @@ def test_another_decoder_is_another_phase(real: Callable[..., Config], monkeypat
     assert known != config.digest(1, prepare(config)[1].contents())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

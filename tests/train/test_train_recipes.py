@@ -33,12 +33,8 @@ from murmuration.train.run.public_mixing import alpha
 from tests.support import forking
 from tests.support.printed_facts import (
     DEVIATIONS,
-    LAMB_RATES,
-    MOMENTUM_RATES,
     PRINTED,
-    SINGLE_STEP_BUDGETS,
     Deviation,
-    agrees,
     differing,
     named,
     value_at,
@@ -232,14 +228,6 @@ def test_a_recipe_without_its_data_names_them_and_the_command_that_indexes_them(
     assert "phases.1.data.path" in line and "laion-2b-dedup" in line and "launch/prepare.py index" in line
 
 
-def test_batch_scaling_lowers_the_noise_per_record() -> None:
-    found = [PLANS[f"dpcap_batch_{label}"] for label in ("10k", "40k", "98k", "200k", "400k", "655k", "1300k")]
-    shares = [sigma / batch for _, batch, _, _, sigma in found]
-    assert shares == sorted(shares, reverse=True) and 60 < shares[0] / shares[-1] < 80
-    rdp = (0.392, 0.436, 0.473, 0.513, 0.565, 0.616, 0.730)
-    assert all(0.93 < sigma / other < 0.98 for (*_, sigma), other in zip(found, rdp, strict=True))
-
-
 def test_the_rate_of_a_plan_is_the_one_that_was_tabled() -> None:
     for records, batch, *_ in PLANS.values():
         assert abs(threshold_for(records, batch) / 2**32 - batch / records) <= 2**-33
@@ -330,19 +318,6 @@ def test_the_first_step_of_a_transferred_head_is_adams(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*moved, strict=True))
 
 
-def test_the_printed_throughput_stands_beside_the_planned_hours() -> None:
-    """Mehta et al., Table 8: images per second and core, full and last layer."""
-    printed = {"vitb": (170, 900), "vitl": (25, 235), "vith": (12, 100), "r50x4": (25, 225), "r152x4": (3, 90)}
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    for body, numbers in printed.items():
-        (row,) = [line for line in page.splitlines() if line.startswith(f"| {body} | ")]
-        planned = [
-            re.findall(r"([\d.]+) GPU-hours", load(FILES[f"transfer_{body}_{part}"], []).about.hardware)[0]
-            for part in ("full", "last")
-        ]
-        assert row == f"| {body} | {' | '.join([*map(str, numbers), *planned])} |"
-
-
 def test_planned_hardware_is_named_and_private_recipes_say_their_epsilon() -> None:
     for name, path in FILES.items():
         about = load(path, []).about
@@ -424,18 +399,3 @@ def test_the_printed_noise_is_the_override_that_a_recipe_names(name: str) -> Non
     (printed,) = {fact.printed for fact in PRINTED if named(fact.recipes, name) and fact.key == SIGMA}
     assert [float(value) for value in said] == [printed]
     assert value_at(values_of(name), SIGMA) is None, "calibrated to its epsilon"
-
-
-def test_every_printed_fact_is_held_against_a_recipe() -> None:
-    for fact in PRINTED:
-        assert any(named(fact.recipes, name) for name in PAPERS), (fact.source, fact.recipes, fact.key)
-
-
-def test_the_tabled_grids_are_those_of_the_paper() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    for row, printed in (
-        ("LAMB's rates", LAMB_RATES), ("its rates", MOMENTUM_RATES), ("one step, eight budgets", SINGLE_STEP_BUDGETS),
-    ):  # fmt: skip
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
-        listed = re.findall(r"=`((?: [-.\de]+)+)", line)[-1].split()
-        assert agrees(list(printed), [float(value) for value in listed]), row

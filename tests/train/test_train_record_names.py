@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -21,8 +20,8 @@ import pytest
 from PIL import Image
 
 from murmuration.data.index.build import Wanted
+from murmuration.data.index.census import CENSUS
 from murmuration.data.index.folders import build_folder
-from murmuration.data.index.kept_census import CENSUS
 from murmuration.data.index.shard_index import build
 from murmuration.launch.prepare import main
 from murmuration.train.commands.dry_run import as_text, meaning
@@ -33,6 +32,7 @@ from murmuration.train.recipe.ready_phase import prepare
 from murmuration.train.recipe.record_check import spread
 from tests.support.evaluation_world import tokenizer
 from tests.support.launching import ROOT, environment
+from tests.support.tars import png, tar
 from tests.train.test_train_dry_run import command
 
 RECORDS = 60
@@ -40,9 +40,7 @@ Members = dict[str, bytes]
 
 
 def picture(number: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (20, 20), (number % 256, 10, 0)).save(file, "PNG")
-    return file.getvalue()
+    return png(number % 256, 20, green=10)
 
 
 def records(count: int = RECORDS, **fields: Any) -> Iterator[Members]:
@@ -53,12 +51,8 @@ def records(count: int = RECORDS, **fields: Any) -> Iterator[Members]:
 def shards(folder: Path, *parts: Iterator[Members], index: bool = True) -> Path:
     folder.mkdir()
     for number, part in enumerate(parts):
-        with tarfile.open(folder / f"{number:06d}.tar", "w") as tar:
-            for record, members in enumerate(part):
-                for suffix, content in members.items():
-                    info = tarfile.TarInfo(f"{number}-{record:06d}.{suffix}")
-                    info.size = len(content)
-                    tar.addfile(info, io.BytesIO(content))
+        named = ((f"{number}-{record:06d}", members) for record, members in enumerate(part))
+        (folder / f"{number:06d}.tar").write_bytes(tar(named))
     if index:
         build(folder)
     return folder

@@ -14,8 +14,7 @@ from murmuration.data.text.encoder import TextEncoder, word_tokenizer
 from murmuration.model.settings import ModelSettings
 from murmuration.train.run.run import FAILED, RESUMABLE, TRAINING, tell_state
 from murmuration.train.storage.model_note import ModelNote, ModelNoteError, copy_named_files, described, note_of
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.run_dir import PublicTimes, RunDir
 
 STARTED = 1_700_000_000
 

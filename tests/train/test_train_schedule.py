@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from murmuration.train.config.optimizer import Schedule
-from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.optim.rates import learning_rate
 
 
 def rates(steps: int, peak: float = 1.0, **settings: Any) -> list[float]:

@@ -17,8 +17,8 @@ from murmuration.accounting.sampling import Poisson
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.public.monitor import MonitorReading
 from murmuration.train.run import trainer as module
+from murmuration.train.run.public_mixing import PublicRecords
 from murmuration.train.run.trainer import Spent, Trainer
-from murmuration.train.run.watching import PublicRecords
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.saving import Saving
 from tests.support.acc_world import PLAN, begin, facts, train

@@ -37,6 +37,7 @@ from murmuration.train.step import Records
 from tests.end_to_end.audit_toy import MICRO_BATCH, NoStop, ToyReader, toy_plan
 from tests.support.clip_world import size
 from tests.support.parity_engines import ENGINES, prepared, summed
+from tests.support.tars import numbered
 from tests.support.train_helpers import Toy, alone, private_engine
 
 SIDE, BOUND = 4, 0.5
@@ -47,20 +48,14 @@ OWNERS = [*["large"] * 500, "single", *[f"p{number % 7}" for number in range(20)
 @pytest.fixture(scope="module")
 def patients(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardIndex, UnitTable]:
     """One patient with 500 pictures, over several shards, one with a single picture, and seven others."""
-    import tarfile
-
     folder = tmp_path_factory.mktemp("patients")
-    draw = np.random.default_rng(3)
-    for shard, start in enumerate(range(0, len(OWNERS), 150)):
-        with tarfile.open(folder / f"{shard:03d}.tar", "w") as archive:
-            for record in range(start, min(start + 150, len(OWNERS))):
-                picture = io.BytesIO()
-                Image.fromarray(draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(picture, "PNG")
-                told = json.dumps({"patient_id": OWNERS[record]}).encode()
-                for suffix, content in (("png", picture.getvalue()), ("json", told)):
-                    info = tarfile.TarInfo(f"{record:06d}.{suffix}")
-                    info.size = len(content)
-                    archive.addfile(info, io.BytesIO(content))
+    draw, records = np.random.default_rng(3), list[dict[str, bytes]]()
+    for owner in OWNERS:
+        picture = io.BytesIO()
+        Image.fromarray(draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)).save(picture, "PNG")
+        records.append({"png": picture.getvalue(), "json": json.dumps({"patient_id": owner}).encode()})
+    for shard, start in enumerate(range(0, len(records), 150)):
+        (folder / f"{shard:03d}.tar").write_bytes(numbered(records[start : start + 150], start))
     index = build(folder, wanted=Wanted(unit="patient_id"))
     return index, open_units(index, "patient_id")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from murmuration.accounting.certificate.certificate import verify
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
@@ -26,7 +27,7 @@ from murmuration.model.build import build
 from murmuration.model.drop import DROP_KEY
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.audit.replay import digests_of_slots
-from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.losses import slot_losses
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward
@@ -138,6 +139,11 @@ def test_a_plain_step_sums_the_losses_of_slots() -> None:
     losses = torch.cat([model({n: t[i : i + 1] for n, t in rows.items()}) for i in range(6)]).detach()
     assert float(total.detach()) == pytest.approx(float((losses * share)[:4].sum()), rel=1e-5)
     assert forward.observation().losses.shape == (3,)
+
+
+def test_a_row_without_a_share_counts_for_nothing_whatever_its_loss() -> None:
+    rows = {"x": torch.tensor([1.0, math.nan, 3.0, math.inf]), ROW_SHARE: torch.tensor([1.0, 0.0, 0.5, 0.0])}
+    assert slot_losses(lambda rest: rest["x"], rows, 2).tolist() == [1.0, 1.5]
 
 
 def test_a_held_out_record_counts_as_the_share_of_its_views_that_are_right() -> None:

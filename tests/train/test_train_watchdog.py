@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from murmuration.train.distributed import watchdog as watchdog_module
-from murmuration.train.distributed.pulse import Pulse
+from murmuration.train.distributed.ranks import Pulse
 from murmuration.train.distributed.watchdog import Watchdog
 
 # A rank counts as silent after a third of it, which a process on a busy machine must not be.

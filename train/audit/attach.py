@@ -13,9 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.evidence import refutations
 from murmuration.accounting.certificate.signature import signed
+from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import BUDGET_SPENT, DONE, REFUTED
 from murmuration.accounting.escaping import printable, sentence
@@ -39,7 +40,7 @@ REPLAYED = 4
 def attach(config: Config, root: Path, ranks: Ranks) -> int:
     """Makes the audit, unless it was made, and returns the exit code of the run."""
     run_dir = RunDir(root)
-    certificate.verify(root)
+    verify(root)
     document = parse((root / "certificate.json").read_bytes())
     if not document.get("audit", {}).get("made"):
         if not run_dir.key.exists():
@@ -49,7 +50,7 @@ def attach(config: Config, root: Path, ranks: Ranks) -> int:
             document = _signed(run_dir, document, _evidence(config, run_dir, document, ranks))
             if not config.run.keep_key:
                 destroy(run_dir.key)
-            certificate.verify(root)
+            verify(root)
     found = refutations(document)
     for each in found:
         print(f"REFUTED by the run's own audit: {printable(each)}", flush=True)
@@ -60,7 +61,7 @@ def attach(config: Config, root: Path, ranks: Ranks) -> int:
 
 def _signed(run_dir: RunDir, document: dict[str, Any], evidence: dict[str, Any]) -> dict[str, Any]:
     document = signed({**document, "audit": evidence}, load(run_dir.key))
-    certificate.write(document, run_dir.root)
+    pages.write(document, run_dir.root)
     return document
 
 

@@ -53,8 +53,7 @@ from murmuration.train.audit.checks import Check, check_allocation, check_diviso
 from murmuration.train.audit.result import AuditReport
 from murmuration.train.audit.setup import AuditSetup
 from murmuration.train.audit.turns import Group, SeenSegment, Turn, noise_in, pairs_in, turns_of
-from murmuration.train.clip.losses import losses_of
-from murmuration.train.clip.rows import of_slots
+from murmuration.train.clip.losses import losses_of, of_slots
 from murmuration.train.config.root import Config
 from murmuration.train.core import Computation
 from murmuration.train.distributed.ranks import Ranks, by_copy
@@ -65,7 +64,7 @@ from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps
 from murmuration.train.noise.update import Update
-from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.optim.rates import learning_rate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.step import PrivateStep, Records

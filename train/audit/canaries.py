@@ -24,7 +24,7 @@ from murmuration.data.draw.poisson import StepKey
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.record_weight import RECORD_WEIGHT
 from murmuration.train.clip.engine import ClipEngine, Clipped, Precision, clipped_totals
-from murmuration.train.clip.rows import of_slots
+from murmuration.train.clip.losses import of_slots
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums, trainable_shapes
 from murmuration.train.distributed.ranks import Ranks

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from murmuration.accounting.certificate import certificate
 from murmuration.accounting.certificate.signature import public_key
+from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
 from murmuration.accounting.keys import Derive, RunKey
@@ -64,15 +64,14 @@ from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import header
 from murmuration.train.run.phase import probed_rate, trainer_of
+from murmuration.train.run.public_mixing import PublicRecords
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
 from murmuration.train.run.trainer import Trainer
-from murmuration.train.run.watching import PublicRecords
 from murmuration.train.step import Make, StepSummary
 from murmuration.train.storage.certify import OF_THIS_TRAINER
 from murmuration.train.storage.checkpoint import Checkpoints, Keep
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir
+from murmuration.train.storage.run_dir import PublicTimes, RunDir
 
 # The two sums are made of the same products except for one record's: beyond that, only rounding may move them.
 ROUNDING = 1e-3
@@ -492,7 +491,7 @@ def write_last_pages(run: RunContext) -> None:
     """The report with the certificate in it, and the state for scripts, as they stand after these steps."""
     history, entries = run.writer.history, run.writer.ledger.entries
     extra = {"known_deviations": list(OF_THIS_TRAINER), "siblings": [], "hashes": {}}
-    document = certificate.compose(history, entries, extra)
+    document = compose(history, entries, extra)
     write_report(run.folder, run.config, document, [])
     tell_state(run, status="done")
     run.board.close()

@@ -111,17 +111,13 @@ class AuditReport:
             lines.append("power         not known for input canaries; gradient canaries are the stronger test")
         lines += [f"REFUTED       {text}" for text in self.refuted]
         if not self.refuted:
-            lines += self._unless_refuted()
+            if self.bound.epsilon > self.claim:
+                lines.append(
+                    f"suspicious    the lower bound exceeds the claim, as up to {1 - bound.confidence:.1%} of honest "
+                    "audits do; repeat it, with more canaries"
+                )
+            lines.append("verdict       not refuted (an audit can refute a claim, never prove one)")
         return "\n".join(lines)
-
-    def _unless_refuted(self) -> list[str]:
-        lines = []
-        if self.bound.epsilon > self.claim:
-            lines.append(
-                f"suspicious    the lower bound exceeds the claim, as up to {1 - self.bound.confidence:.1%} of honest "
-                "audits do; repeat it, with more canaries"
-            )
-        return [*lines, "verdict       not refuted (an audit can refute a claim, never prove one)"]
 
 
 def shown(bound: Bound) -> str:

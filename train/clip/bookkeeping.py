@@ -10,8 +10,8 @@ memory than `HOLD` allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Sized
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -24,8 +24,7 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
-from murmuration.train.clip.losses import losses_of, uncompiled
-from murmuration.train.clip.rows import rows_of
+from murmuration.train.clip.losses import losses_of, rows_of, uncompiled
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
@@ -95,13 +94,15 @@ class BookKeepingClip:
     """`round_operands`: in bf16, whether the operand that carries the factor is rounded back to bf16, for products at
     full speed; each record's factor is reduced by what that may add. `together`: whether small layers share kernels.
     None: only on GPUs, where it pays. `compiled`: the records of the micro-batches in which the model's repeated blocks
-    run as compiled code; 0: in none."""
+    run as compiled code; 0: in none. `checkpointed`: whether the blocks run again in the backward pass."""
 
     def __init__(
         self, rule: ClipRule, precision: Precision = "fp32", hold: float = HOLD["lean"],
         round_operands: bool | None = None, together: bool | None = None, compiled: int = 0,
+        checkpointed: bool = False,
     ) -> None:  # fmt: skip
-        self._compiled = compiled
+        self._compiled, self._checkpointed = compiled, checkpointed
+        self._again: Callable[[], AbstractContextManager[None]] | None = None
         self.blocks: CompiledBlocks | None = None
         self.round_operands, self.together = round_operands, together
         self.rule, self.hold = rule, hold
@@ -127,7 +128,12 @@ class BookKeepingClip:
                     f"{name or 'the model'} is scripted: what it does with records cannot be seen; "
                     "run it as an ordinary module"
                 )
-            if module._backward_hooks or module._backward_pre_hooks or global_backward_hooks():
+            if (
+                module._backward_hooks
+                or module._backward_pre_hooks
+                or every_module._global_backward_hooks
+                or every_module._global_backward_pre_hooks
+            ):
                 raise ClipError(
                     f"{name or 'the model'} has a backward hook, which is not called where records are isolated; "
                     "remove it"
@@ -137,6 +143,10 @@ class BookKeepingClip:
             from murmuration.train.clip.compiled import CompiledBlocks  # with PyTorch's compiler
 
             self.blocks = CompiledBlocks(model, self._compiled)
+        if self._checkpointed:
+            from murmuration.train.clip.blocks import checkpointed_blocks
+
+            self._again = checkpointed_blocks(model)
         self.rule.require_groups(trainable)
 
     def add_clipped(
@@ -157,6 +167,7 @@ class BookKeepingClip:
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums, rule: ClipRule,
         defer: bool,
     ) -> Clipped:  # fmt: skip
+        # A model's tensors are looked through once, and again only where another model or another tensor came.
         if self._held is None or self._held.changed(model):
             self._held = Held.by(model)
         held = self._held
@@ -167,14 +178,20 @@ class BookKeepingClip:
             together, defer, rows_of(inputs, len(present)),
         )  # fmt: skip
         tracker = ParameterTracker(held.parameters, len(present), present.device, accumulator.add, LAYER_RULES)
-        compiled = nullcontext() if self.blocks is None else self.blocks.running(tracker)
-        with uncompiled(), compiled:  # the backward pass as well, in which checkpointed layers run again
+        with ExitStack() as running:  # the backward pass as well, in which checkpointed layers run again
+            running.enter_context(uncompiled())
+            if self._again is not None:
+                running.enter_context(self._again())
+            if self.blocks is not None:
+                running.enter_context(self.blocks.running(tracker))
             losses = self._run(model, inputs, tracker)
         with torch.no_grad():
             losses = losses.detach()
+            # A record without a finite loss, and a slot without a record, add exactly nothing. Comparing is false for
+            # NaN, where arithmetic would spread it.
             eligible = present & (losses.abs() < math.inf)
             norms = accumulator.norms(eligible)
-            if self._scale != 1.0:
+            if self._scale != 1.0:  # the backward pass was of scaled losses, so that halves do not underflow
                 norms = norms / self._scale
             precise = torch.float64 if losses.dtype == torch.float64 else torch.float32
             factors = torch.where(accumulator.keep, rule.group_factors(norms, precise), 0.0)
@@ -189,8 +206,13 @@ class BookKeepingClip:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
         with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = losses_of(model, inputs, tracker.records, tracker)
-        _refuse_unused(tracker)
-        if not self._checked:
+        if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            raise ClipError(
+                f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out "
+                "reentrant checkpointing"
+            )
+        if not self._checked:  # once: walking a graph takes time
             _refuse_unseen(tracker, losses)
             self._checked = True
         tracker.counting = False
@@ -201,22 +223,9 @@ class BookKeepingClip:
         return losses
 
 
-def global_backward_hooks() -> bool:
-    return bool(every_module._global_backward_hooks or every_module._global_backward_pre_hooks)
-
-
 def _over_groups(norms: Tensor) -> Tensor:
     """[groups, B] -> [B]"""
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, dim=0)
-
-
-def _refuse_unused(tracker: ParameterTracker) -> None:
-    if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
-        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        raise ClipError(
-            f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out reentrant "
-            "checkpointing"
-        )
 
 
 def _refuse_unseen(tracker: ParameterTracker, losses: Tensor) -> None:

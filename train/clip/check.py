@@ -37,9 +37,8 @@ from murmuration.accounting.escaping import first_line
 from murmuration.model.safety import zeros_filled
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import LOSS_SCALE, ClipEngine, Precision, autocast, clipped_totals
-from murmuration.train.clip.losses import losses_of
-from murmuration.train.clip.rows import of_slots
-from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.clip.losses import losses_of, of_slots
+from murmuration.train.clip.rule import ClipError
 
 EXACT = 1e-3
 # Five times the largest change from rounding a weight gradient once: a weight that is used more than once is rounded
@@ -121,7 +120,9 @@ def _added(
     clip: ClipEngine, model: nn.Module, inputs: Mapping[str, Tensor], only: Tensor,
     shapes: Mapping[str, torch.Size] | None,
 ) -> _Added:  # fmt: skip
-    totals, seen = clipped_totals(clip, model, inputs, only, shapes, _unclipped(clip.rule))
+    # With one group and a bound that is never reached, the contribution is the gradient itself.
+    unclipped = replace(clip.rule, kind="flat", bound=1e30, grouping="all")
+    totals, seen = clipped_totals(clip, model, inputs, only, shapes, unclipped)
     row = int(only.nonzero())
     norm = float((seen.norms if seen.measured is None else seen.measured)[row])
     own = {name: total.double() for name, total in totals.items()}
@@ -194,11 +195,6 @@ def _gradient(
         name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.double() / scale
         for (name, p), g in zip(trainable.items(), found, strict=True)
     }
-
-
-def _unclipped(rule: ClipRule) -> ClipRule:
-    """One group and a bound that is never reached: the contribution is the gradient itself."""
-    return replace(rule, kind="flat", bound=1e30, grouping="all")
 
 
 @contextmanager

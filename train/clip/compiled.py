@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from murmuration.accounting.escaping import first_line
 from murmuration.model.drop import Drops
+from murmuration.train.clip.blocks import repeated_blocks
 from murmuration.train.clip.functions import changeable
 from murmuration.train.clip.isolated import directly, enter, entered, is_of_records, leave, outside
 from murmuration.train.clip.layers import LAYER_RULES
@@ -52,17 +53,6 @@ Compiler = Callable[[Any, list[Tensor], int, list[Tensor]], tuple[Code, Code]]
 
 class NotCompiled(Exception):
     """Why a block runs as it is written."""
-
-
-def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of lists, and of chains of one kind of module, but not what lies within them."""
-    kinds = [type(child) for child in module.children()]
-    chain = isinstance(module, nn.Sequential) and len(kinds) > 1 and len(set(kinds)) == 1
-    for child in module.children():
-        if (chain or isinstance(module, nn.ModuleList)) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield child
-        else:
-            yield from repeated_blocks(child)
 
 
 @dataclass(frozen=True)

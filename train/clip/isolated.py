@@ -95,7 +95,13 @@ class OneMicroBatch(TorchFunctionMode):
         self.look_below()
         if func in PRINTING and is_of_records(args[0]):
             raise ClipError("forward() prints a record's tensor, or makes a text of it; leave that out")
-        if func is torch.Tensor.__bool__ and _asks_whether_a_mask_can_be_left_out(args[0]):
+        # Language models of transformers skip a mask that hides nothing, which would be a branch on data. It is always
+        # right to keep it.
+        if (
+            func is torch.Tensor.__bool__
+            and is_of_records(args[0])
+            and sys._getframe(2).f_globals.get("__name__") in ASK_ABOUT_MASKS
+        ):
             return False
         for x in (*args, *kwargs.values()):
             self.look_at(x if isinstance(x, (tuple, list)) else (x,))
@@ -153,12 +159,6 @@ def kept_of_records() -> set[int]:
     """The tensors of records that are held somewhere, by id(); a pass should leave none."""
     gc.collect()
     return {id(x) for x in gc.get_objects() if issubclass(type(x), Tensor) and is_of_records(x)}
-
-
-def _asks_whether_a_mask_can_be_left_out(x: Any) -> bool:
-    """Language models of transformers skip a mask that hides nothing, which would be a branch on data. It is always
-    right to keep it."""
-    return is_of_records(x) and sys._getframe(2).f_globals.get("__name__") in ASK_ABOUT_MASKS
 
 
 def let_frameworks_see_all_records(model: nn.Module) -> None:

@@ -192,7 +192,16 @@ def layer_norm(
 
     def report(normal: Standardised, gradient: Tensor) -> None:
         pieces: list[PerRecordGradient] = []
-        scales, shifts = _scale_and_shift(normal, gradient, tracker.records, shape, scale is not None)
+        records = tracker.records
+        # [B, *shape]: each record's gradients of both; the scale's only where it is trained.
+        if normal.sums is not None:
+            scales, shifts = (each.view(records, *shape) for each in normal.sums)
+        else:
+            scales = shifts = over_tokens(gradient.reshape(records, -1, *shape))
+            if scale is not None:  # in the memory of one operand, which is freed before norms are measured
+                products = (normal.x - normal.mean).mul_(normal.inverse).mul_(gradient)
+                scales = products.reshape(records, -1, *shape).sum(1)
+                del products
         if shift is not None:
             pieces += shift.whole(shifts)
         if scale is not None:
@@ -206,20 +215,6 @@ def layer_norm(
     together = None if kernel is None else partial(kernel, records=tracker.records)
     rows = x.dim() > len(shape)
     return tracker.on_records(lambda x: LayerNorm.apply(tracker.anchor, x, shape, eps, layer, together), x, rows)
-
-
-def _scale_and_shift(
-    normal: Standardised, gradient: Tensor, records: int, shape: list[int], scaled: bool
-) -> tuple[Tensor, Tensor]:
-    """[B, *shape]: each record's gradients of both; the scale's only where it is trained."""
-    if normal.sums is not None:
-        scales, shifts = normal.sums
-        return scales.view(records, *shape), shifts.view(records, *shape)
-    shifts = over_tokens(gradient.reshape(records, -1, *shape))
-    if not scaled:
-        return shifts, shifts
-    standard = (normal.x - normal.mean).mul_(normal.inverse)
-    return standard.mul_(gradient).reshape(records, -1, *shape).sum(1), shifts
 
 
 def group_norm(
@@ -240,7 +235,16 @@ def group_norm(
 
     def report(normal: Standardised, gradient: Tensor) -> None:
         pieces: list[PerRecordGradient] = []
-        scales, shifts = _of_channels(normal, gradient, num_groups, scale is not None)
+        # [rows, channels]: each row's gradients of both; the scale's only where it is trained.
+        if normal.sums is not None:
+            scales, shifts = normal.sums
+        else:
+            (count, _), within = gradient.shape[:2], (len(gradient), num_groups, -1)
+            scales = shifts = gradient.reshape(count, channels, -1).sum(2)
+            if scale is not None:
+                products = (normal.x.reshape(within) - normal.mean.unsqueeze(2)).mul_(normal.inverse.unsqueeze(2))
+                scales = products.mul_(gradient.reshape(within)).view(count, channels, -1).sum(2)
+                del products
         if shift is not None:
             pieces += shift.whole(over_tokens(shifts.view(tracker.records, -1, channels)))
         if scale is not None:
@@ -252,19 +256,6 @@ def group_norm(
     fits = not tracker.recorded and x.dtype.itemsize <= 4
     together = kernels.group_norm_backward(x.device) if fits else None
     return tracker.on_records(lambda x: GroupNorm.apply(tracker.anchor, x, num_groups, eps, layer, together), x)
-
-
-def _of_channels(normal: Standardised, gradient: Tensor, groups: int, scaled: bool) -> tuple[Tensor, Tensor]:
-    """[rows, channels]: each row's gradients of both; the scale's only where it is trained."""
-    if normal.sums is not None:
-        scales, shifts = normal.sums
-        return scales, shifts
-    (rows, channels), within = gradient.shape[:2], (len(gradient), groups, -1)
-    shifts = gradient.reshape(rows, channels, -1).sum(2)
-    if not scaled:
-        return shifts, shifts
-    standard = (normal.x.reshape(within) - normal.mean.unsqueeze(2)).mul_(normal.inverse.unsqueeze(2))
-    return standard.mul_(gradient.reshape(within)).view(rows, channels, -1).sum(2), shifts
 
 
 def rms_norm(
@@ -322,7 +313,10 @@ def convolution(
     x = _autocast(input)
     stride, dilation, kernel = _each(stride, dims), _each(dilation, dims), list(weight.shape[2:])
     if padding == "same":
-        x = _padded(x, kernel, dilation)
+        # Padded to an output of the same size. Where padding is uneven, the longer side comes last, as in
+        # PyTorch.
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        x = F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
     padding = _each(0 if isinstance(padding, str) else padding, dims)
     geometry = Geometry(stride, padding, dilation, groups)
     if stride == kernel and groups == 1 and not any(padding) and set(dilation) == {1}:
@@ -344,10 +338,21 @@ def convolution(
         found = geometry.terms(inputs[0].flatten(0, 1), source.shape[2:], upstream.flatten(0, 1))
         return found.view(tracker.records, -1).sum(1)
 
+    def by_patches(x: Tensor, upstream: Tensor) -> Tensor:
+        return geometry.from_patches(x.squeeze(1), source.shape, upstream.squeeze(1))
+
     def report(activation: Tensor, gradient: Tensor) -> None:
         own = gradient.unflatten(0, (tracker.records, -1))
         inputs = (activation.unflatten(0, (tracker.records, -1)),)
-        halves = _by_patches(geometry, inputs[0], own, source.shape)
+        # Where that is best, each record's gradient is written as a product with its patches, of operands [B, m,
+        # channels, …]. Matrix units of GPUs then take halves, for which libraries of convolutions would round what they
+        # return.
+        x, halves = inputs[0], None
+        if (
+            x.dtype == own.dtype and x.dtype.itemsize == 2 and x.device.type in kernels.DEVICES
+            and x.shape[1] == 1 and geometry.groups == 1 and len(geometry.stride) == 2
+        ):  # fmt: skip
+            halves = by_patches
         pieces = source.written(inputs, own, write, together, terms, row_dimension=2, write_halves=halves)
         if offset is not None:
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
@@ -355,23 +360,6 @@ def convolution(
 
     layer = Affine(source.value, _value(offset, bias), report)
     return tracker.on_records(lambda x: Convolution.apply(tracker.anchor, x, geometry, layer), x)
-
-
-def _padded(x: Tensor, kernel: list[int], dilation: list[int]) -> Tensor:
-    """For an output of the same size. Where padding is uneven, the longer side comes last, as in PyTorch."""
-    total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    return F.pad(x, [side for t in reversed(total) for side in (t // 2, t - t // 2)])
-
-
-def _by_patches(
-    geometry: Geometry, x: Tensor, gradient: Tensor, shape: torch.Size
-) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Writes each record's gradient as a product with its patches, where that is best, of operands [B, m, channels, …].
-    Matrix units of GPUs then take halves, for which libraries of convolutions would round what they return."""
-    halves = x.dtype == gradient.dtype and x.dtype.itemsize == 2 and x.device.type in kernels.DEVICES
-    if not halves or x.shape[1] != 1 or geometry.groups != 1 or len(geometry.stride) != 2:
-        return None
-    return lambda x, upstream: geometry.from_patches(x.squeeze(1), shape, upstream.squeeze(1))
 
 
 def _patches(tracker: ParameterTracker, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: list[int]) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from murmuration.train.clip import kernels
-from murmuration.train.clip.kernels import Bounds, Gram
+from murmuration.train.clip.kernels import Bounds
 from murmuration.train.clip.per_record import (
     CHUNK,
     Dense,
@@ -66,7 +66,17 @@ def measure(pieces: list[PerRecordGradient], lengths: bool = True, over: Tensor 
     """Measures the gradient of one parameter, which is the sum of its pieces. If `over` is an operand of the only one,
     its sum over tokens may be found as well."""
     if len(pieces) == 1 and isinstance(pieces[0], ViaStandardisation):
-        return _standardised(pieces[0], lengths)
+        piece = pieces[0]
+        square, whole = piece.by.squares(piece.row_sums())
+        scaled, length = piece.scaled(), None
+        doubt = taken(piece, whole, TOLERANCE)
+        if isinstance(scaled, OuterProduct):
+            length = _length(scaled)
+            written = 2 * (scaled.tokens + 1) * _roundoff(scaled)
+            doubt = doubt + _lengthened(square, (written + _added(scaled)) * length)
+        else:
+            doubt = doubt + _unit(scaled) * scaled.spread()
+        return Squares(square, doubt, length if lengths else None)
     outers = [piece for piece in pieces if isinstance(piece, OuterProduct)]
     if len(outers) < len(pieces) or (len(pieces) == 1 and not gram_is_cheaper(outers[0])):
         return _written_out(pieces, lengths)
@@ -149,19 +159,6 @@ def _written_out(pieces: list[PerRecordGradient], lengths: bool) -> Squares:
     return Squares(square, doubt + _lengthened(square, written + added), _total(rounded))
 
 
-def _standardised(piece: ViaStandardisation, lengths: bool) -> Squares:
-    square, whole = piece.by.squares(piece.row_sums())
-    scaled, length = piece.scaled(), None
-    doubt = taken(piece, whole, TOLERANCE)
-    if isinstance(scaled, OuterProduct):
-        length = _length(scaled)
-        written = 2 * (scaled.tokens + 1) * _roundoff(scaled)
-        doubt = doubt + _lengthened(square, (written + _added(scaled)) * length)
-    else:
-        doubt = doubt + _unit(scaled) * scaled.spread()
-    return Squares(square, doubt, length if lengths else None)
-
-
 def _added(piece: OuterProduct) -> float:
     """Error bound of a record's share of the weighted product, in units of the summed lengths of its tokens, which are
     added up there one after the other. Twice the unit roundoff, since tensor cores truncate."""
@@ -180,9 +177,18 @@ def _length(piece: OuterProduct) -> Tensor:
 
 
 def _own(piece: OuterProduct, over: Tensor | None) -> Squares:
-    kernel = _kernel_for(piece)
+    # In half precision only: in fp32 the products take longer than the kernel saves.
+    halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
+    kernel = kernels.gram(piece.right.device) if halves and piece.tokens > 1 else None
     if kernel is not None:
-        return _by_kernel(kernel, piece, over)
+        # The kernel takes sums of its first operand. Sides may be swapped: neither the norm nor its doubt changes.
+        share = product_error(cut_off(piece.rows), cut_off(piece.columns))
+        of_left, of_right = _vanishing(piece)
+        if over is piece.right:
+            bounds = Bounds(share, _added(piece), of_right, of_left)
+            return Squares(*kernel(piece.right, piece.left, KERNEL_PART, bounds, True))
+        bounds = Bounds(share, _added(piece), of_left, of_right)
+        return Squares(*kernel(piece.left, piece.right, KERNEL_PART, bounds, over is piece.left))
     right = _wide(piece.right)
     left = piece.left if piece.sparse else _wide(piece.left)
     if piece.tokens == 1:
@@ -192,17 +198,6 @@ def _own(piece: OuterProduct, over: Tensor | None) -> Squares:
     length = (left_sizes * right_sizes).clamp(min=0.0).sqrt().sum(1)
     doubt = _share(piece) * length.square() + _lost(piece, left_sizes.amax(1), right_sizes.amax(1))
     return Squares(inner, doubt + _lengthened(inner, _added(piece) * length), length)
-
-
-def _by_kernel(kernel: Gram, piece: OuterProduct, over: Tensor | None) -> Squares:
-    """The kernel takes sums of its first operand. Sides may be swapped: neither the norm nor its doubt changes."""
-    share = product_error(cut_off(piece.rows), cut_off(piece.columns))
-    of_left, of_right = _vanishing(piece)
-    if over is piece.right:
-        bounds = Bounds(share, _added(piece), of_right, of_left)
-        return Squares(*kernel(piece.right, piece.left, KERNEL_PART, bounds, True))
-    bounds = Bounds(share, _added(piece), of_left, of_right)
-    return Squares(*kernel(piece.left, piece.right, KERNEL_PART, bounds, over is piece.left))
 
 
 def chain(width: int, unit: float, part: int = PART) -> float:
@@ -243,12 +238,6 @@ def _share(piece: OuterProduct) -> float:
 
 def _roundoff(piece: PerRecordGradient) -> float:
     return torch.finfo(wide(piece.dtype)).eps / 2
-
-
-def _kernel_for(piece: OuterProduct) -> Gram | None:
-    """In half precision only: in fp32 the products take longer than the kernel saves."""
-    halves = not piece.sparse and piece.left.dtype.itemsize == piece.right.dtype.itemsize == 2
-    return kernels.gram(piece.right.device) if halves and piece.tokens > 1 else None
 
 
 def _one_token(piece: OuterProduct, left: Tensor, right: Tensor, lengths: bool, biased: bool = False) -> Squares:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.distributed.memory import keep_from_swap
+from murmuration.train.distributed.process import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks
 
 # Devices on which sums are added by a kernel.

@@ -123,20 +123,15 @@ class TrackedTensor:
     def _through(self, inner: PerRecordGradient) -> list[PerRecordGradient]:
         """Works for views too, since their autograd record is also kept."""
         if self.standardised is not None and _has_rows(inner, self.standardised.by):
-            return self._through_rows(inner, self.standardised)
+            name, by, gain = self.standardised.name, self.standardised.by, self.standardised.gain
+            piece = ViaStandardisation(name, inner, self.leaves[name], by)
+            if gain is None:
+                return [piece]
+            # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.
+            sums = piece.row_sums()
+            own = sums[2].to(wide(inner.dtype)).view(-1, *gain.shape)
+            return [replace(piece, known=sums), *gain.whole(own)]
         return [ViaReparametrisation(name, inner, self.tensor, leaf) for name, leaf in self.leaves.items()]
-
-    def _through_rows(
-        self, inner: OuterProduct | Recomputed, standardised: StandardisedRows
-    ) -> list[PerRecordGradient]:
-        name, by, gain = standardised.name, standardised.by, standardised.gain
-        piece = ViaStandardisation(name, inner, self.leaves[name], by)
-        if gain is None:
-            return [piece]
-        # A row's gain scales ŵ, so its gradient is one of the sums that the norm of the weight's needs.
-        sums = piece.row_sums()
-        own = sums[2].to(wide(inner.dtype)).view(-1, *gain.shape)
-        return [replace(piece, known=sums), *gain.whole(own)]
 
 
 def _has_rows(inner: PerRecordGradient, by: Standardisation) -> TypeGuard[OuterProduct | Recomputed]:
@@ -201,7 +196,8 @@ class ParameterTracker(OneMicroBatch):
 
     def otherwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function that has no rule for these arguments."""
-        if not torch.is_grad_enabled() or not self._holds_known(args, kwargs):
+        known = any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
+        if not torch.is_grad_enabled() or not known:
             return func(*args, **kwargs)
         name = _name(func)
         if name == "register_hook":
@@ -283,9 +279,6 @@ class ParameterTracker(OneMicroBatch):
                 self._copies[key] = enter(PerRecord.apply(self.anchor, value, self.records, whole))
         return self._copies[key]
 
-    def _holds_known(self, args: Any, kwargs: dict[str, Any]) -> bool:
-        return any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
-
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function of weights and constants alone, and records it, so that gradients reach the parameters."""
         known = [source for x in tensors_in(args, kwargs) if (source := self.source(x)) is not None]
@@ -305,7 +298,10 @@ class ParameterTracker(OneMicroBatch):
                 and (id(tensor) not in self._sources or name.endswith("_"))
             ):
                 view = _view(name, first, tensor, len(known))
-                rows = _rows_kept(name, first, tensor, leaves)
+                # The rows of a standardised tensor that was only given another shape, maybe that of
+                # its own parameter.
+                kept = name in IN_ORDER and leaves.keys() == first.leaves.keys() and tensor.dtype == first.tensor.dtype
+                rows = first.standardised if kept else None
                 self._sources[id(tensor)] = TrackedTensor(tensor, leaves, view, rows, again)
         return out
 
@@ -335,12 +331,6 @@ def _view(name: str, source: TrackedTensor, out: Tensor, sources: int) -> Any:
     if name in TRANSPOSING and out.dim() == source.tensor.dim() == 2:
         return "transposed" if source.view == "same" and len(next(iter(source.leaves.values())).shape) == 2 else None
     return None
-
-
-def _rows_kept(name: str, source: TrackedTensor, out: Tensor, leaves: Mapping[str, Tensor]) -> StandardisedRows | None:
-    """The rows of a standardised tensor that was only given another shape, maybe that of its own parameter."""
-    kept = name in IN_ORDER and leaves.keys() == source.leaves.keys() and out.dtype == source.tensor.dtype
-    return source.standardised if kept else None
 
 
 def _name(func: Any) -> str:

@@ -7,12 +7,9 @@ import math
 from typing import TYPE_CHECKING
 
 from murmuration.accounting.errors import DONE, REFUTED, RunError
-from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded, joined, leave
+from murmuration.train.commands.exit_codes import FROM_THE_START, add_config, complain, guarded, joined, leave
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from murmuration.train.config.root import Config
 
 
@@ -79,15 +76,12 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         return complain(error)
     if arguments.attach:
-        return _attach(config, run_dir_of(config, arguments.config))
+        from murmuration.train.audit.attach import attach
+        from murmuration.train.engines.local import start_ranks
+
+        root = run_dir_of(config, arguments.config)
+        return guarded(lambda: attach(config, root, start_ranks()), main_rank=True)
     return _run(arguments, config)
-
-
-def _attach(config: Config, root: Path) -> int:
-    from murmuration.train.audit.attach import attach
-    from murmuration.train.engines.local import start_ranks
-
-    return guarded(lambda: attach(config, root, start_ranks()), main_rank=True)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from murmuration.accounting.durable import atomic
-from murmuration.accounting.escaping import printable
-from murmuration.accounting.template import html_page
+from murmuration.accounting.escaping import html_page, printable
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.census import remarks
@@ -60,7 +59,10 @@ def check(path: Path, overrides: Sequence[str], wanted: Wanted) -> None:
             print(f"\n{title}: a stream has no index, so its records cannot be looked at one by one")
             continue
         ids = spread(phase.index.records, wanted.most)
-        found = look_at(phase, ids, wanted.shown, _reading(phase, workers), Progress("looking at", "records"))
+        remote = not isinstance(phase.index.locate(0)[0], Path)
+        in_flight = phase.reading.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
+        reading = ReadOptions(workers, in_flight, phase.reading.timeout_seconds)
+        found = look_at(phase, ids, wanted.shown, reading, Progress("looking at", "records"))
         sections.append(Section(title, list(rows_of(phase, found)), found.shown))
         print(f"\n{title}:")
         for name, text in sections[-1].rows:
@@ -87,12 +89,6 @@ def _phases(config: Config, name: str | None) -> Iterator[ReadyPhase]:
         units = open_units(index, phase.data, f"{where}.data")
         text = open_text(phase, shape, where)
         yield ReadyPhase(number, phase, shape, index, text, None, classes=classes, units=units)
-
-
-def _reading(phase: ReadyPhase, workers: int) -> ReadOptions:
-    remote = not isinstance(phase.index.locate(0)[0], Path)
-    in_flight = phase.reading.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
-    return ReadOptions(workers, in_flight, phase.reading.timeout_seconds)
 
 
 def rows_of(phase: ReadyPhase, found: Findings) -> Iterator[tuple[str, str]]:

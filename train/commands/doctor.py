@@ -60,7 +60,19 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.config is not None:
         checks.append(lambda: records(arguments.config, arguments.set))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _as_ranks(arguments, checks)
+        from murmuration.train.commands.doctor_ranks import across
+        from murmuration.train.config.load import load
+
+        config = None
+        if arguments.config is not None:
+            with contextlib.suppress(RunError):  # `records` says why
+                config = load(arguments.config, arguments.set)
+        found, shows = across(
+            lambda: [each for check in checks for each in check()], lambda: facts_of(config), gradient_bytes(config)
+        )
+        if shows:
+            return _shown(found)
+        return BAD_INPUT if any(each.verdict == FAIL for each in found) else DONE
     return _shown(found for check in (*checks, clock, ranks_meet) for found in check())
 
 
@@ -70,22 +82,6 @@ def _shown(findings: Iterable[Finding]) -> int:
         print(printable(f"{found.verdict:<5} {found.what:<14} {found.told}"), flush=True)
         failed += found.verdict == FAIL
     return BAD_INPUT if failed else DONE
-
-
-def _as_ranks(arguments: argparse.Namespace, checks: list[Callable[[], Iterator[Finding]]]) -> int:
-    from murmuration.train.commands.doctor_ranks import across
-    from murmuration.train.config.load import load
-
-    config = None
-    if arguments.config is not None:
-        with contextlib.suppress(RunError):  # `records` says why
-            config = load(arguments.config, arguments.set)
-    found, shows = across(
-        lambda: [each for check in checks for each in check()], lambda: facts_of(config), gradient_bytes(config)
-    )
-    if shows:
-        return _shown(found)
-    return BAD_INPUT if any(each.verdict == FAIL for each in found) else DONE
 
 
 def python() -> Iterator[Finding]:

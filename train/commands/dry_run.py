@@ -97,12 +97,7 @@ class Meaning:
 def meaning(config: Config) -> Meaning:
     shape = resolve_shape(config)
     check_at_hand(config, shape.head.classes)
-    _check_starts(config, shape)
-    return Meaning(config, shape, [_of_phase(config, shape, *numbered) for numbered in enumerate(config.phases)])
-
-
-def _check_starts(config: Config, shape: Shape) -> None:
-    """Whether weights that are at hand fit the model, by the names and shapes in the header of their file."""
+    # Weights that are at hand must fit the model, by the names and shapes in the header of their file.
     for number, (phase, following) in enumerate(itertools.pairwise(config.phases)):
         if not isinstance(phase.data, CheckpointData) or not following.trains:
             continue
@@ -114,6 +109,7 @@ def _check_starts(config: Config, shape: Shape) -> None:
             initialise_from(build(shape, following.objective, device="meta"), path)
         except WeightsError as error:
             raise RecipeError(f"phases.{number}.data.path: {str(error).rstrip('.')}") from None
+    return Meaning(config, shape, [_of_phase(config, shape, *numbered) for numbered in enumerate(config.phases)])
 
 
 def _of_phase(config: Config, shape: Shape, number: int, phase: Phase) -> PhaseMeaning:

@@ -6,8 +6,7 @@ import argparse
 import time
 
 from murmuration.accounting.errors import DONE, RunError
-from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exit_codes import complain
+from murmuration.train.commands.exit_codes import add_config, complain
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import BUDGET_SPENT, DONE, RunError
-from murmuration.train.commands.arguments import add_config
-from murmuration.train.commands.exit_codes import complain_per_machine, guarded, joined, leave
+from murmuration.train.commands.exit_codes import add_config, complain_per_machine, guarded, joined, leave
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config
@@ -64,19 +63,15 @@ def main(argv: list[str] | None = None) -> int:
 
         phases = prepare(config)  # refuses before anything is started or written
         root = run_dir_of(config, arguments.config)
-        _check_compiler(config, root)
+        # A run that is finished compiles nothing any more.
+        from murmuration.train.engines.choose import require_compiler
+
+        if config.run.compile == "blocks" and not (root / "certificate.json").exists():
+            require_compiler()
         _check_plans(config, phases, root)
     except RunError as error:
         return complain_per_machine(error)
     _run(arguments, config, phases, root)
-
-
-def _check_compiler(config: Config, root: Path) -> None:
-    """A run that is finished compiles nothing any more."""
-    from murmuration.train.engines.choose import require_compiler
-
-    if config.run.compile == "blocks" and not (root / "certificate.json").exists():
-        require_compiler()
 
 
 def _check_plans(config: Config, phases: list[ReadyPhase], root: Path) -> None:

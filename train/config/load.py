@@ -21,7 +21,7 @@ from murmuration.data.text.built_in import is_built_in
 from murmuration.train.config.data import DATA_SECTIONS
 from murmuration.train.config.phase import ONE_STEP, PLAIN_DESCENT, STATISTICS
 from murmuration.train.config.privacy import ALL
-from murmuration.train.config.refused import find_refusals, short, without_harmless
+from murmuration.train.config.refused import REFUSED, find_refusals, short
 from murmuration.train.config.root import AUTO, GIVEN, WITNESS_URLS, Config
 
 PATH_KEYS = {"path", "tokenizer", "folder", "dir", "classes", "exclude_classes", "class_names", "real"}
@@ -63,12 +63,21 @@ def load(path: Path, overrides: list[str]) -> Config:
         raise ConfigError(f"{path} with the --set overrides {error}") from None
     _require_text(raw)
     _heads_in_one_pass(raw.get("phases"))
-    _objectives_of_starts(raw.get("phases"))
+    # A phase that only loads weights needs no objective of its own: it takes that of the next phase that names one.
+    phases = raw.get("phases")
+    found = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
+    for number, phase in enumerate(found):
+        data = phase.get("data")
+        if isinstance(data, dict) and data.get("source") == "checkpoint" and "objective" not in phase:
+            after = [other["objective"] for other in found[number + 1 :] if "objective" in other]
+            phase |= {"objective": after[0]} if after else {}
     _units_of_indexes(raw.get("phases"))
     refused = find_refusals(raw)
     if refused:
         raise ConfigError(_one_a_line(refused))
-    raw = without_harmless(raw, {field.alias or name for name, field in Config.model_fields.items()})
+    # Drops sections that DeepSpeed knows but that are switched off (`"fp16": {"enabled": false}`).
+    ours = {field.alias or name for name, field in Config.model_fields.items()}
+    raw = {key: value for key, value in raw.items() if key in ours or key not in REFUSED}
     try:
         # As JSON and strict: "8" is not a number, 2.0 is not a count, true is not 1.
         return Config.model_validate_json(json.dumps(raw), strict=True)
@@ -135,16 +144,6 @@ def _absolute_paths(value: Any, folder: Path) -> None:
                 value[key] = str(folder / item)
             else:
                 _absolute_paths(item, folder)
-
-
-def _objectives_of_starts(phases: Any) -> None:
-    """A phase that only loads weights needs no objective of its own: it takes that of the next phase that names one."""
-    found = [phase for phase in phases if isinstance(phase, dict)] if isinstance(phases, list) else []
-    for number, phase in enumerate(found):
-        data = phase.get("data")
-        if isinstance(data, dict) and data.get("source") == "checkpoint" and "objective" not in phase:
-            after = [other["objective"] for other in found[number + 1 :] if "objective" in other]
-            phase |= {"objective": after[0]} if after else {}
 
 
 def _units_of_indexes(phases: Any) -> None:

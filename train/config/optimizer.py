@@ -16,8 +16,8 @@ ADAPTIVE = {"betas", "eps", "noise_floor"}
 TAKES: dict[OptimizerType, set[str]] = {
     "AdamW": FOR_ALL | ADAPTIVE,
     "LAMB": FOR_ALL | ADAPTIVE,
-    "SGD": FOR_ALL | {"momentum", "nesterov"},
-    "LARS": FOR_ALL | {"momentum", "nesterov", "eps", "trust_coefficient"},
+    "SGD": FOR_ALL | {"momentum"},
+    "LARS": FOR_ALL | {"momentum", "eps", "trust_coefficient"},
 }
 
 
@@ -56,7 +56,6 @@ class OptimizerParams(Section):
         "is clamped to at least this number; its root is the denominator, without eps.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
-    nesterov: bool = Field(default=False, description="SGD, LARS: Nesterov's momentum.")
     trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
     ema_decay: float | None = Field(
         default=None, gt=0, lt=1, description="Keeps a moving average of the weights, saved with the checkpoint."
@@ -75,12 +74,6 @@ class OptimizerParams(Section):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("both betas must lie in [0, 1)")
         return betas
-
-    @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> OptimizerParams:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov looks ahead along the momentum, so momentum must be above 0")
-        return self
 
 
 class Optimizer(Section):
@@ -151,3 +144,37 @@ class Schedule(Section):
         if self.shape_from == "warmup" and self.end is not None and self.end <= self.warmup:
             raise ValueError(f"the shape would end at step {self.end}, inside the warm-up of {self.warmup} steps")
         return self
+
+
+class Offload(Section):
+    """Optimizer state in host memory: all of it, since DeepSpeed would update the rest with an optimizer of its own."""
+
+    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state is kept: in host memory.")
+    pin_memory: bool = Field(default=False, description="Keeps that memory page-locked, for faster copies.")
+    adam: Literal["torch", "deepspeed"] = Field(
+        default="torch",
+        description="deepspeed: AdamW runs on the kernel of DeepSpeedCPUAdam, which is compiled at the first run.",
+    )
+
+
+class ZeroOptimization(Section):
+    """DeepSpeed's section of that name, without the settings that hide or change gradients."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."
+    )
+    reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one reduction takes.")
+    allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one gather takes.")
+    contiguous_gradients: bool = Field(
+        default=True, description="Copies gradients into one buffer as they are computed."
+    )
+    overlap_comm: Literal[False] = Field(
+        default=False, description="Refused otherwise: it would reduce while micro-batches still arrive."
+    )
+    round_robin_gradients: Literal[False] = Field(
+        default=False, description="Refused otherwise: it reorders shards, so that noise and weights no longer match."
+    )
+    offload_optimizer: Offload | None = Field(
+        default=None, description="Keeps optimizer state in host memory; null: on the device."
+    )
+    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")

@@ -327,7 +327,10 @@ class Phase(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Phase:
-        complaint = self._of_training() if self.trains else self._of_standing_still()
+        if not self.trains:
+            complaint = self._of_standing_still()
+        elif (complaint := self._of_steps_and_batch()) is None:
+            complaint = self._of_streams() if isinstance(self.data, StreamData) else self._of_numbered_records()
         complaint = complaint or self._of_objective()
         if complaint is not None:
             raise ValueError(f"phase {self.name!r} {complaint}")
@@ -340,11 +343,6 @@ class Phase(Section):
             require_together(self.mechanisms | set(more))
         except PlanError as error:
             raise ValueError(f"phase {self.name!r}: {error}") from None
-
-    def _of_training(self) -> str | None:
-        if (complaint := self._of_steps_and_batch()) is not None:
-            return complaint
-        return self._of_streams() if isinstance(self.data, StreamData) else self._of_numbered_records()
 
     def _of_steps_and_batch(self) -> str | None:
         ends = [name for name in ("steps", "epochs", "until_budget") if getattr(self, name)]
@@ -371,9 +369,6 @@ class Phase(Section):
                 "has privacy.loss_probes, which find the learning rate while training, and a schedule that lowers it; "
                 "set schedule.shape to 'constant', or leave loss_probes out"
             )
-        return self._of_other_parts()
-
-    def _of_other_parts(self) -> str | None:
         if self.plateau is not None and self.evaluation is None:
             return "ends at a plateau of the public loss and needs `evaluation`, which measures it"
         return self._of_statistics() or self._of_features()

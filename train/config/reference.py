@@ -76,7 +76,9 @@ class Reference:
     def _type(self, field: Node) -> str:
         if "$ref" in field:
             title = self._titles[field["$ref"].rpartition("/")[2]]
-            return f"[{title.rpartition(', ')[2]}](#{_anchor(title)})"
+            # The anchor that GitHub derives from a heading.
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            return f"[{title.rpartition(', ')[2]}](#{anchor})"
         if "const" in field or "enum" in field:
             return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
         if choices := field.get("anyOf", field.get("oneOf")):
@@ -87,7 +89,13 @@ class Reference:
             return f"object of {self._type(inner)}" if isinstance(inner, dict) else "object"
         if field["type"] == "array":
             return self._list(field)
-        return _limited(field)
+        # The type of a number or text, with its limits.
+        if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
+            return f"`{field['minimum']}`"
+        limits = [f"{word} {_number(field[limit])}" for limit, word in LIMITS.items() if limit in field]
+        limits += [f"like `{field['pattern']}`"] if "pattern" in field else []
+        limits += ["that is not empty"] if field.get("minLength") else []
+        return f"{TYPES[field['type']]} {' and '.join(limits)}".rstrip()
 
     def _list(self, field: Node) -> str:
         """A list of fixed length has a type for each position."""
@@ -96,16 +104,6 @@ class Reference:
         least, most = field.get("minItems", 0), field.get("maxItems")
         count = f" ({least} to {most})" if most else " (not empty)" if least else ""
         return f"list{count} of {self._type(field['items'])}"
-
-
-def _limited(field: Node) -> str:
-    """The type of a number or text, with its limits."""
-    if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
-        return f"`{field['minimum']}`"
-    limits = [f"{word} {_number(field[limit])}" for limit, word in LIMITS.items() if limit in field]
-    limits += [f"like `{field['pattern']}`"] if "pattern" in field else []
-    limits += ["that is not empty"] if field.get("minLength") else []
-    return f"{TYPES[field['type']]} {' and '.join(limits)}".rstrip()
 
 
 def _number(value: float) -> str:
@@ -121,11 +119,6 @@ def _default(field: Node, required: bool) -> str:
 
 def _meaning(field: Node) -> str:
     return field["description"].replace("|", "\\|")
-
-
-def _anchor(title: str) -> str:
-    """The anchor that GitHub derives from a heading."""
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def main() -> None:

@@ -134,11 +134,6 @@ def find_refusals(raw: dict[str, Any]) -> list[str]:
     return found
 
 
-def without_harmless(raw: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """Drops sections that DeepSpeed knows but that are switched off (`"fp16": {"enabled": false}`)."""
-    return {key: value for key, value in raw.items() if key in known or key not in REFUSED}
-
-
 def _get(raw: dict[str, Any], dotted: str) -> tuple[bool, Any]:
     value: Any = raw
     for part in dotted.split("."):

@@ -18,10 +18,10 @@ from murmuration.accounting.noise import NoiseKind
 from murmuration.model.named import LIBRARIES
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.data import CheckpointData
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.phase import STATISTICS, Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
-from murmuration.train.config.zero_optimization import ZeroOptimization
 
 __all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroShot", "json_schema"]
 
@@ -85,6 +85,12 @@ class Run(Keeping):
         description="blocks: the model's repeated blocks run as compiled code, which can be faster on a GPU, after a "
         "minute or two at the start (more where blocks differ, as a ResNet's do). Below ZeRO-3. In phases with "
         "privacy, blocks that cannot be compiled run as written, and logs/private says why; with FSDP2, all do.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="For the backward pass, blocks of the model keep only their inputs and compute the rest again. It "
+        "saves memory with adapters, biases and long texts; with all weights of wide layers in a phase with privacy, "
+        "hardly any. `murmuration plan` says how much. A step takes up to half as long again.",
     )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."
@@ -348,6 +354,20 @@ class Config(Section):
             raise ValueError(
                 f'run.compile = "{self.run.compile}": with model.dropout or model.drop_path, blocks of phases without '
                 "privacy differ, and most of them would not be compiled; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_can_be_checkpointed(self) -> Config:
+        if self.run.gradient_checkpointing and self.run.compile != "off":
+            raise ValueError(
+                "run.gradient_checkpointing computes again what compiled blocks (run.compile) keep; leave one of the "
+                "two out"
+            )
+        if self.run.gradient_checkpointing and self.run.clip_engine != "book-keeping":
+            raise ValueError(
+                f'run.clip_engine = "{self.run.clip_engine}" cannot see into checkpointed blocks; set it to '
+                '"book-keeping", or leave run.gradient_checkpointing out'
             )
         return self
 

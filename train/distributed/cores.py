@@ -51,38 +51,31 @@ def share(own: Allowance, everyone: Sequence[Allowance]) -> int:
 
 def allowance() -> Allowance:
     """What the kernel allows this process."""
-    return Allowance(_machine(), frozenset(os.sched_getaffinity(0)), cpu_quotas())
-
-
-def _machine() -> str:
-    """Identity of the machine: its containers have host names of their own but share the cores."""
+    # Identity of the machine: its containers have host names of their own but share the cores.
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
-        return socket.gethostname()
+        machine = socket.gethostname()
+    return Allowance(machine, frozenset(os.sched_getaffinity(0)), cpu_quotas())
 
 
 def cpu_quotas(root: Path = Path("/")) -> dict[Group, Fraction]:
     """The limits of this process's control group and of its visible parents; empty where nothing is limited."""
     found: dict[Group, Fraction] = {}
     for folder in groups_of("cpu", root):
-        quota = _quota(folder)
+        # A group's limit, by version 2 (`cpu.max`) or version 1 of control groups; None where there is none.
+        try:
+            if (both := folder / "cpu.max").is_file():
+                quota, period = both.read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota = Fraction(int(quota), int(period)) if quota.strip() != "max" and int(quota) > 0 else None
+        except (OSError, ValueError, ZeroDivisionError):
+            quota = None  # the uppermost group has no such files
         if quota is not None:
             about = folder.stat()
             found[about.st_dev, about.st_ino] = quota
     return found
-
-
-def _quota(folder: Path) -> Fraction | None:
-    """A group's limit, by version 2 (`cpu.max`) or version 1 of control groups; None where there is none."""
-    try:
-        if (both := folder / "cpu.max").is_file():
-            quota, period = both.read_text().split()
-        else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return Fraction(int(quota), int(period)) if quota.strip() != "max" and int(quota) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):
-        return None  # the uppermost group has no such files
 
 
 def groups_of(controller: str, root: Path = Path("/")) -> Iterator[Path]:

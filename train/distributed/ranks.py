@@ -2,21 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from murmuration.accounting.errors import REFUSED, RunError
-from murmuration.train.distributed.pulse import Pulse, Store
+
+# Seconds of the processor between two looks: a start on a machine that is shared by many gets few, a wait gets none.
+LEAST_COMPUTED = 0.005
+
 
 T = TypeVar("T")
 # A rank that died closes its connections at once; one that is slow may be a whole step behind.
 APART = timedelta(hours=6)
 SUMMED_AT_ONCE = 1 << 20
+
+
+class Pulse:
+    """The progress of the main thread. All ranks have equally many micro-batches and exchanges, so one with fewer beats
+    than the others holds them up."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.since = time.monotonic()
+        self.exchanging = False
+        self.preparing = False
+        """Set while a phase's model, engine and self-test are made, with few exchanges: there, computing is progress.
+        Later it is none, since a thread that waits for a device that hangs may compute without end."""
+        self.computed = 0
+        """How often the main thread was found to have computed while it prepared."""
+        self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self._spent = 0.0
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        self.beat()
+        self.exchanging = True
+        try:
+            yield
+        finally:
+            self.exchanging = False
+        self.beat()
+
+    def beat(self) -> None:
+        self.beats += 1
+        self.since = time.monotonic()
+
+    def look(self) -> None:
+        """Notes whether the main thread has computed since the last look. An exchange is left out: it may spin."""
+        spent, before = time.clock_gettime(self._clock), self._spent
+        self._spent = spent
+        if self.preparing and not self.exchanging and spent - before >= LEAST_COMPUTED:
+            self.computed += 1
+            self.since = time.monotonic()
+
+
+class Store(Protocol):
+    """The part of torch's rendezvous store that the watchdog needs."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
 
 
 class Disagreement(RunError, RuntimeError):
@@ -59,7 +114,11 @@ class Ranks:
     def same_bits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all ranks have the same numbers in them: compared by sums of their bits, so it is evidence against
         accidents alone. Where some differ, at least one rank learns of it."""
-        bits = torch.stack([_sum_of_bits(tensor.detach().view(-1).view(torch.int32)) for tensor in tensors])
+        sums = []
+        for tensor in tensors:  # a part at a time, since the sum may need a wider copy
+            parts = tensor.detach().view(-1).view(torch.int32).split(SUMMED_AT_ONCE)
+            sums.append(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
+        bits = torch.stack(sums)
         return torch.equal(self.add(bits.clone()), bits * self.world)
 
     def swap(self, received: torch.Tensor, sent: torch.Tensor, sizes: Sequence[int]) -> Callable[[], None]:
@@ -182,12 +241,6 @@ def results_of_all(ranks: Ranks, act: Callable[[], T], *errors: type[Exception])
         if trouble is not None:
             raise raised_on_all_ranks(trouble)
     return [result for result, _ in found]
-
-
-def _sum_of_bits(numbers: torch.Tensor) -> torch.Tensor:
-    """A part at a time, since the sum may need a wider copy."""
-    parts = [part.sum(dtype=torch.int64) for part in numbers.split(SUMMED_AT_ONCE)]
-    return torch.stack(parts).sum()
 
 
 def by_copy(of_ranks: Sequence[T], ranks_per_copy: int) -> list[Sequence[T]]:

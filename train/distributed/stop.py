@@ -19,8 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from murmuration.train.distributed.pulse import Store
-from murmuration.train.distributed.ranks import Ranks, rendezvous_store
+from murmuration.train.distributed.ranks import Ranks, Store, rendezvous_store
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Seconds between two looks into the store.

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from murmuration.accounting.errors import RESUME_ME
-from murmuration.train.distributed.pulse import Pulse, Store
-from murmuration.train.distributed.ranks import Ranks, rendezvous_store
+from murmuration.train.distributed.ranks import Pulse, Ranks, Store, rendezvous_store
 
 # Seconds between two signs of life: a dead rank is known before launchers kill the others, 30 s after SIGTERM.
 LONGEST_PERIOD = 6.0
@@ -115,7 +114,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(self.period / 2):
-            if self._idle() > self.stall_seconds and not self._others_get_on():
+            late = time.monotonic() - self.stall_seconds
+            # Between two meetings, some ranks process their micro-batches faster: this one may wait for them.
+            others = any(seen.moved is not None and seen.moved > late for seen in list(self._seen.values()))
+            if self._idle() > self.stall_seconds and not others:
                 self._end(f"no progress for {self.stall_seconds:g} s (run.stall_seconds)")
             asked = self._asked()
             if asked is not None and self._idle() > SILENT * self.period and self._silent():
@@ -123,11 +125,6 @@ class Watchdog:
             if self._idle() < self.stall_seconds / 2 and asked is None:
                 self._asked_since = None
                 self._seen.clear()
-
-    def _others_get_on(self) -> bool:
-        """Whether another rank makes progress: between two meetings, some ranks process their micro-batches faster."""
-        late = time.monotonic() - self.stall_seconds
-        return any(seen.moved is not None and seen.moved > late for seen in list(self._seen.values()))
 
     def _end(self, because: str) -> None:
         silent = self._silent()

@@ -9,8 +9,8 @@ import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.section import RecipeError
-from murmuration.train.config.zero_optimization import ZeroOptimization
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config

@@ -16,11 +16,19 @@ step is checked afterwards.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import logging
 import os
+import platform
+import sys
+import sysconfig
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -32,14 +40,13 @@ from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.section import COLLECTIVE_SECONDS
-from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method
 from murmuration.train.distributed.shards import Fragment, whole_parameters
 from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, modes_of
-from murmuration.train.engines.deepspeed_cpu import make_ready
 from murmuration.train.engines.exchange import WholeSums
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices
@@ -47,6 +54,10 @@ from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.adam import AdamW, Kernel
 from murmuration.train.optim.base import FlatOptimizer
+
+# Whether other machines that share the cache are still compiling cannot be seen from here; it takes about a minute.
+MOST_COMPILING = 300.0
+
 
 # Tolerance between DeepSpeed's fp32 reduction of a sum and the exact one, relative to the largest element of the
 # fragment; and what fp32 may lose where the sums of the ranks cancel, relative to the largest element of the shard.
@@ -117,7 +128,10 @@ class DeepSpeedEngine:
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         if isinstance(forward, PrivateForward) and self.partitioned:
             let_frameworks_see_all_records(forward.model)
-            self._announce_taps(forward)
+            # A tap uses parameters of another module, so they are registered for ZeRO-3 to gather.
+            for tap in forward.handover.taps:
+                for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
+                    deepspeed.zero.register_external_parameter(tap, parameter)
         # ZeRO-3 has no option to reduce by a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
         require_fp32(self._forward)
@@ -130,12 +144,6 @@ class DeepSpeedEngine:
             assert isinstance(optimizer, AdamW), "the config refuses that kernel for other optimizers"
             optimizer.kernel = _cpu_adam(optimizer)
         self._hook = optimizer.register_step_pre_hook(self._before_optimizer_step)
-
-    def _announce_taps(self, forward: PrivateForward) -> None:
-        """A tap uses parameters of another module, so they are registered for ZeRO-3 to gather."""
-        for tap in forward.handover.taps:
-            for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
-                deepspeed.zero.register_external_parameter(tap, parameter)
 
     def _begin(self, forward: PrivateForward, micro_batch: int) -> None:
         self._turn, self._handed_over, self._unproven = 0, frozenset(self.shapes), set(self.shapes)
@@ -233,21 +241,18 @@ class DeepSpeedEngine:
             sums = self._forward.sharded_sums if self.partitioned else self._whole_sums
             fragment.of(exact).copy_(sums.of(fragment))
         if self._zero.stage:
-            self._misplaced += self._disagreeing(reduced, exact, fragments)
+            # Parameters that were handed over, and of which DeepSpeed reduced another sum.
+            found = []
+            rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
+            for fragment in fragments:
+                if fragment.name not in self._handed_over:
+                    continue
+                total = fragment.of(exact)
+                apart = (fragment.of(reduced) - total).abs().max()
+                if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
+                    found.append(fragment.name)
+            self._misplaced += found
         return exact
-
-    def _disagreeing(self, reduced: Tensor, exact: Tensor, fragments: list[Fragment]) -> list[str]:
-        """Parameters that were handed over, and of which DeepSpeed reduced another sum."""
-        found = []
-        rounding = ROUNDING * exact.abs().max() + torch.finfo(torch.float32).tiny
-        for fragment in fragments:
-            if fragment.name not in self._handed_over:
-                continue
-            total = fragment.of(exact)
-            apart = (fragment.of(reduced) - total).abs().max()
-            if not bool(apart <= AGREEMENT * total.abs().max() + rounding):
-                found.append(fragment.name)
-        return found
 
     def _check(self, update: Update) -> AppliedUpdate:
         """Checks for what DeepSpeed may silently lose (the hook, the step, elements) or misplace, and that weights are
@@ -353,3 +358,80 @@ def _cpu_adam(optimizer: AdamW) -> Kernel:
         )  # fmt: skip
 
     return update
+
+
+# What DeepSpeed compiles at the start of a run, and where.
+#
+# That is at most its Adam for offloaded optimizers (`zero_optimization.offload_optimizer.adam`). torch compiles under
+# a lock that it never considers stale, so a killed run may not harm the next one.
+#
+# torch compiles for all environments of a home directory into one folder, and ninja recompiles where a command has
+# changed. The commands name the folders of the environment, so two checkouts would undo each other's work at every
+# start. Therefore each environment, compiler and processor has a folder of its own here.
+
+
+def make_ready() -> None:
+    """Call this before DeepSpeed joins the ranks."""
+    cache = own_cache()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
+    # Only one rank of a machine: a second might mistake the live lock of the first for a stale one.
+    if os.environ["LOCAL_RANK"] == "0":
+        drop_dead_locks(cache, _alone())
+
+
+def drop_dead_locks(cache: Path, alone: bool) -> None:
+    """Removes the locks of processes that were killed while compiling: every later start would wait for them forever.
+
+    A live holder keeps the file open, so a lock that nobody has open belongs to a dead process or to another machine.
+    """
+    for lock in cache.glob("**/lock"):
+        try:
+            age = time.time() - lock.stat().st_mtime
+            if not _open_somewhere(lock) and (alone or age > MOST_COMPILING):
+                lock.unlink()
+                print(f"removed {lock}, which a killed process had left there", flush=True)
+        except FileNotFoundError:
+            continue  # released meanwhile, or another rank was quicker
+
+
+def own_cache() -> Path:
+    """The user's TORCH_EXTENSIONS_DIR, or a folder keyed by everything that shapes the compiled code and ninja's
+    commands."""
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    from torch.utils.cpp_extension import get_default_build_root
+
+    deepspeed = importlib.util.find_spec("deepspeed")
+    shaping = [
+        torch.__file__, torch.__version__, str(deepspeed.origin if deepspeed else None), version("deepspeed"),
+        sys.version, sysconfig.get_path("include"), os.environ.get("CXX", "c++"), _processor(),
+    ]  # fmt: skip
+    return Path(get_default_build_root()) / hashlib.sha256("\n".join(shaping).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What DeepSpeed's `-march=native` depends on: machines of several kinds may share a home directory."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kinds = {line for line in lines if line.lower().startswith(("flags", "features", "model name"))}
+    return platform.machine() + "".join(sorted(kinds))
+
+
+def _alone() -> bool:
+    """Whether all ranks of the run are on this machine; DeepSpeed's launcher and torchrun use different variables."""
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"]
+    return here == os.environ["WORLD_SIZE"]
+
+
+def _open_somewhere(file: Path) -> bool:
+    wanted = file.stat()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found = descriptor.stat()
+        except OSError:  # gone meanwhile, or hidden from us
+            continue
+        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return True
+    return False

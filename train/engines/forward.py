@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation, Precision, autocast
-from murmuration.train.clip.rows import slot_losses
+from murmuration.train.clip.losses import slot_losses
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.engines.base import evaluating
@@ -262,14 +262,22 @@ class PlainForward(nn.Module):
     """For a non-private phase: returns the sum of the losses of the present records.
 
     With `compiled`, the model's repeated blocks run under torch.compile. Blocks of one shape share their code, so that
-    a transformer's are compiled once. To be called before an engine shards them.
+    a transformer's are compiled once. To be called before an engine shards them. With `checkpointed`, they run again in
+    the backward pass.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision = "fp32", compiled: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, precision: Precision = "fp32", compiled: bool = False, checkpointed: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
+        self._again: Callable[[], AbstractContextManager[None]] = nullcontext
+        if checkpointed:
+            from murmuration.train.clip.blocks import checkpointed_blocks
+
+            self._again = checkpointed_blocks(model)
         if compiled:
-            from murmuration.train.clip.compiled import repeated_blocks
+            from murmuration.train.clip.blocks import repeated_blocks
 
             for block in repeated_blocks(model):
                 block.compile(dynamic=False)  # blocks of other shapes have code of their own
@@ -279,7 +287,7 @@ class PlainForward(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], present: Tensor, rule: ClipRule | None = None) -> Tensor:
         """Nothing is clipped, whatever the rule."""
-        with autocast(self.precision, present.device):
+        with autocast(self.precision, present.device), self._again():
             losses = slot_losses(self.model, inputs, len(present))
         kept = torch.where(present, losses, torch.zeros_like(losses))
         self.observed = kept.detach()

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from murmuration.data.draw.micro_batch import MicroBatch
-from murmuration.train.clip.compiled import repeated_blocks
+from murmuration.train.clip.blocks import repeated_blocks
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
@@ -250,7 +250,8 @@ class FSDP2Engine:
 
     def _check(self, update: Update, applied: bool) -> AppliedUpdate:
         """Checks what may be lost silently: elements, the step, the link between shards and model, finite weights."""
-        own = all(_is(local, self._trained[name]) for name, local in self._trained_rows().items())
+        pairs = [(local, self._trained[name]) for name, local in self._trained_rows().items()]
+        own = all(one.shape == other.shape and one.data_ptr() == other.data_ptr() for one, other in pairs)
         # Weights only: the padding behind them is memory that was never written.
         finite = all_finite(f.of(flat) for flat, parts in self._layout.values() for f in parts)
         said = [update.elements, int(applied), int(own), int(finite), int(self._copies_are_equal())]
@@ -318,8 +319,3 @@ def _same_everywhere(model: nn.Module, ranks: Ranks) -> None:
         given = tensor.detach().to(ranks.device, copy=True)
         dist.broadcast(given, src=0)
         tensor.copy_(given)
-
-
-def _is(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same memory."""
-    return one.shape == other.shape and one.data_ptr() == other.data_ptr()

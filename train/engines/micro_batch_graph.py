@@ -107,16 +107,13 @@ class MicroBatchGraph:
                 self.replays += 1
                 self._missed.clear()
                 return self._recording.run(inputs, present)
-            self._miss(baked)
+            self._missed.append(baked)
+            if len(self._missed) > MOST_MISSES:
+                self._recording = None
+                self.why_not = "the clipping rule, the shapes or the memory of the model keep changing"
+            elif self._missed[-ALIKE:] == [baked] * ALIKE and self.recordings < MOST_RECORDINGS:
+                self._recording = None
         return self._clip.add_if_ordinary(model, inputs, present, sums, rule)
-
-    def _miss(self, baked: tuple[Any, ...]) -> None:
-        self._missed.append(baked)
-        if len(self._missed) > MOST_MISSES:
-            self._recording = None
-            self.why_not = "the clipping rule, the shapes or the memory of the model keep changing"
-        elif self._missed[-ALIKE:] == [baked] * ALIKE and self.recordings < MOST_RECORDINGS:
-            self._recording = None
 
     def _record(
         self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: ExactSums, rule: ClipRule | None,

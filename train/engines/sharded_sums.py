@@ -32,7 +32,7 @@ from torch import Tensor
 
 from murmuration.train.clip.rule import UNIT_ROUNDOFF, WINDOW_ROUNDING, ClipError
 from murmuration.train.clip.sums import FlatSums, cut, product, require_wide
-from murmuration.train.distributed.memory import keep_from_swap
+from murmuration.train.distributed.process import keep_from_swap
 from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.exchange import RUNS, SHORTEST_RUN, Arrived, Exchange, require_sums, weigh, weighed

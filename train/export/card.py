@@ -12,13 +12,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from murmuration.accounting.escaping import printable
-from murmuration.accounting.template import markdown_page
+from murmuration.accounting.escaping import markdown_page, printable
 from murmuration.accounting.unit import noun_of
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.language_model import LanguageModel
-from murmuration.train.export.errors import ExportError
 from murmuration.train.export.finished import Finished
 from murmuration.train.export.forms import Loading
 from murmuration.train.measures.shares import TITLES
@@ -27,11 +25,6 @@ from murmuration.train.recipe.held_out import LOSS, SIGNAL
 NAME = "README.md"
 UNKNOWN = "unknown"
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
-
-
-def require_licence(name: str) -> None:
-    if not LICENCE.fullmatch(name):
-        raise ExportError(f'--licence {name!r:.80}: name one by its short form, such as apache-2.0, or write "other"')
 
 
 def write_card(

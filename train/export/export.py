@@ -18,22 +18,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from murmuration.accounting.certificate.certificate import CertificateError, Verdict, verify
-from murmuration.accounting.certificate.certificate import write as write_certificate
+from murmuration.accounting.certificate.pages import write as write_certificate
 from murmuration.accounting.certificate.provenance import Provenance
+from murmuration.accounting.certificate.verify import CertificateError, Verdict, verify
 from murmuration.accounting.certificate.weights import AVERAGED
 from murmuration.accounting.certificate.weights import NAME as WEIGHTS_LIST
 from murmuration.accounting.keys import secrets_in
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
-from murmuration.train.export.card import UNKNOWN, require_licence, write_card
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.finished import Finished
+from murmuration.train.export.card import LICENCE, UNKNOWN, write_card
+from murmuration.train.export.finished import ExportError, Finished
 from murmuration.train.export.forms import write_form
 from murmuration.train.optim.base import AVERAGE
 from murmuration.train.recipe.pixels import as_json, metadata, of_manifest
-from murmuration.train.storage.best_checkpoint import best_checkpoint
-from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
+from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded, best_checkpoint
 from murmuration.train.storage.deepspeed_format import read_deepspeed, write_deepspeed
 from murmuration.train.storage.model_note import copy_named_files, note_of
 from murmuration.train.storage.run_dir import RunDir
@@ -53,7 +51,10 @@ def export(
     claimed. The forms of other packages hold one model, of the newest weights or of their averages.
     """
     run_dir = RunDir(root)
-    require_licence(licence)
+    if not LICENCE.fullmatch(licence):
+        raise ExportError(
+            f'--licence {licence!r:.80}: name one by its short form, such as apache-2.0, or write "other"'
+        )
     if averages and form in FORMS:
         raise ExportError(
             f"--averaged chooses what timm, hf, peft, vip and dpcap hold; {form} has both, so leave it out"
@@ -72,11 +73,20 @@ def export(
             _describe(loaded, root, part)
         else:
             _write_foreign(form, loaded, root, part, told, averages, licence, document)
-        _write_claim(root, part, document, verdict)
+        shutil.copyfile(root / "ledger.jsonl", part / "ledger.jsonl")
+        if (root / WEIGHTS_LIST).is_file():
+            shutil.copyfile(root / WEIGHTS_LIST, part / WEIGHTS_LIST)
+        # The pages are made anew from the document that was verified: a copy could have been edited.
+        write_certificate(document, part)
+        if verdict.objection:
+            (part / NOT_PRIVATE).write_text(verdict.objection + "\n")
         _holds_no_key(run_dir.key, part)
         verify(part)  # what leaves is what was certified
         if not verdict.objection:
-            _make_readable(out)
+            # What is certified is for everyone, whatever the umask of the run.
+            out.chmod(0o755)
+            for path in out.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
@@ -86,22 +96,16 @@ def _chosen(run_dir: RunDir, best: bool) -> tuple[Loaded, dict[str, Any]]:
     if loaded is None:
         raise ExportError(f"{run_dir.root} has no checkpoint; let the run reach one")
     document = parse((run_dir.root / "certificate.json").read_bytes())
-    _belongs(loaded, document)
+    hashes = document.get("hashes")
+    if not isinstance(hashes, dict) or hashes.get("checkpoint_manifest_sha256") != loaded.digest:
+        raise CheckpointError(
+            "the certificate was written for another checkpoint; run the training command once more to renew it"
+        )
     if best:
         loaded = best_checkpoint(run_dir)
     if "objective" not in loaded.manifest:
         raise CheckpointError(f"the manifest of {loaded.position.folder} names no objective; restore the checkpoint")
     return loaded, document
-
-
-def _write_claim(root: Path, out: Path, document: dict[str, Any], verdict: Verdict) -> None:
-    shutil.copyfile(root / "ledger.jsonl", out / "ledger.jsonl")
-    if (root / WEIGHTS_LIST).is_file():
-        shutil.copyfile(root / WEIGHTS_LIST, out / WEIGHTS_LIST)
-    # The pages are made anew from the document that was verified: a copy could have been edited.
-    write_certificate(document, out)
-    if verdict.objection:
-        (out / NOT_PRIVATE).write_text(verdict.objection + "\n")
 
 
 def from_deepspeed(folder: Path, out: Path) -> list[Path]:
@@ -203,21 +207,6 @@ def _write_foreign(
     loading = write_form(form, finished, out, told)
     kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
     write_card(out, finished, loading, certificate, {} if averages else kept.public, licence)
-
-
-def _make_readable(out: Path) -> None:
-    """What is certified is for everyone, whatever the umask of the run."""
-    out.chmod(0o755)
-    for path in out.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-def _belongs(loaded: Loaded, certificate: dict[str, object]) -> None:
-    hashes = certificate.get("hashes")
-    if not isinstance(hashes, dict) or hashes.get("checkpoint_manifest_sha256") != loaded.digest:
-        raise CheckpointError(
-            "the certificate was written for another checkpoint; run the training command once more to renew it"
-        )
 
 
 def _holds_no_key(key: Path, out: Path) -> None:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from murmuration.accounting.errors import FIRST
+from murmuration.accounting.certificate.weights import RENAMED
+from murmuration.accounting.errors import FIRST, RunError
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.model.build import Model, build
+from murmuration.model.fill import WeightEntries
 from murmuration.model.foreign_config import Preprocessing
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named import NamedError
 from murmuration.model.settings import SettingsError
 from murmuration.model.statistics_head import SOLVING
 from murmuration.model.warm_start import HEAD, initialise_with
-from murmuration.train.export.errors import ExportError
 from murmuration.train.recipe.pixels import of_manifest
-from murmuration.train.storage.checkpoint_read import WEIGHTS, Loaded
+from murmuration.train.storage import checkpoint_read
+from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.model_note import ModelNote
+
+WEIGHTS = "model.safetensors"
+
+
+class ExportError(RunError, ValueError):
+    """Nothing was exported; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,43 @@ class Finished:
         seen = Preprocessing(view.resize, view.crop, pixels.mean, pixels.std)
         model.eval().requires_grad_(False)
         solved = any(name.endswith(f".{SOLVING}") for name in weights)  # its sums are no weights of the model
-        names = HEAD if solved else loaded.names(WEIGHTS)
+        names = HEAD if solved else loaded.names(checkpoint_read.WEIGHTS)
         trained = sum(weights[name].numel() for name in names)
         return Finished(model, weights, seen, note.class_names, note.tokenizer, trained, prefix)
+
+
+# The files that all forms of other packages have: what says how to load them, JSON, and weights whose certified names
+# are told beside them.
+
+
+@dataclass(frozen=True)
+class Loading:
+    """For the model card: the package, a program that loads the folder, and what the form leaves out or needs."""
+
+    library: str
+    program: str
+    notes: tuple[str, ...] = ()
+
+
+def write_json(path: Path, told: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_weights(entries: WeightEntries, finished: Finished, path: Path, metadata: dict[str, str]) -> None:
+    # Copies: safetensors takes no two names of one memory.
+    save_file({name: entry.tensor.clone().contiguous() for name, entry in entries.items()}, path, metadata)
+    write_json(path.parent / RENAMED, {path.name: _renamed(entries, finished)})
+
+
+def _renamed(entries: WeightEntries, finished: Finished) -> dict[str, dict[str, Any]]:
+    """Shape and ordered parts of each certified tensor that is there bit by bit, whole or cut."""
+    parts: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        if len(entry.keys) == 1:
+            parts.setdefault(entry.keys[0], []).append(name)
+    found: dict[str, dict[str, Any]] = {}
+    for ours, names in parts.items():
+        certified, flat = finished.tensors.get(ours), torch.cat([entries[name].tensor.reshape(-1) for name in names])
+        if certified is not None and torch.equal(flat, certified.reshape(-1)):
+            found[finished.prefix + ours] = {"shape": list(certified.shape), "parts": names}
+    return found

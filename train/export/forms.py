@@ -16,7 +16,7 @@ from murmuration.data.text.encoder import TextEncoder, open_vocabulary
 from murmuration.model.build import Model
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
-from murmuration.model.foreign_back import hugging_face_weights, timm_weights
+from murmuration.model.foreign import hugging_face_weights, timm_weights
 from murmuration.model.foreign_config import (
     hugging_face_config,
     hugging_face_preprocessor,
@@ -28,9 +28,7 @@ from murmuration.model.language_model import LanguageModel
 from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.released import CAUSAL_MASK_SIDE, to_dpcap, to_vip_mae
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.files import WEIGHTS, Loading, write_json, write_weights
-from murmuration.train.export.finished import Finished
+from murmuration.train.export.finished import WEIGHTS, ExportError, Finished, Loading, write_json, write_weights
 from murmuration.train.export.named_forms import NAMED_FORMS, write_peft
 
 PUBLISHED = "checkpoint.pth"
@@ -53,13 +51,12 @@ def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
         f'model = timm.create_model("{timm_architecture(model.shape)}", checkpoint_path="DIR/{WEIGHTS}",\n'
         f"    {whole}).eval()\n"
     )
-    notes = () if isinstance(model, Classifier) else (_features(model), _left_out(model, "timm"))
+    notes = ()
+    if not isinstance(model, Classifier):
+        what = "the class token" if model.shape.pooling == "class" else "the mean of the patches' tokens"
+        features = f"The model gives features: {what} after the last norm, {model.shape.encoder.width} numbers."
+        notes = (features, _left_out(model, "timm"))
     return Loading("timm", program, notes)
-
-
-def _features(model: Model) -> str:
-    what = "the class token" if model.shape.pooling == "class" else "the mean of the patches' tokens"
-    return f"The model gives features: {what} after the last norm, {model.shape.encoder.width} numbers."
 
 
 def _left_out(model: Model, package: str) -> str:

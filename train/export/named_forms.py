@@ -24,9 +24,7 @@ from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.named import TITLES, Library, Named
 from murmuration.model.named_models import named_of
 from murmuration.model.trainable import DOWN, UP
-from murmuration.train.export.errors import ExportError
-from murmuration.train.export.files import WEIGHTS, Loading, write_json, write_weights
-from murmuration.train.export.finished import Finished
+from murmuration.train.export.finished import WEIGHTS, ExportError, Finished, Loading, write_json, write_weights
 from murmuration.train.storage.checkpoint_read import listed_digest
 
 ADAPTER = "adapter_model.safetensors"
@@ -43,7 +41,9 @@ def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
     model, named = finished.model, _of("timm", finished)
     classes = model.shape.head.classes if isinstance(model, Classifier) else 0
     net, arguments = made_by_timm(named, model.shape.image_size, classes)
-    entries = _net(model) | (_timm_head(net, model, named) if isinstance(model, Classifier) else {})
+    ours: nn.Module = model.body.net  # pyright: ignore
+    entries = {name: WeightEntry(tensor, (NET + name,)) for name, tensor in ours.state_dict().items()}
+    entries |= _timm_head(net, model, named) if isinstance(model, Classifier) else {}
     known: dict[str, Any] = getattr(net, "pretrained_cfg", None) or {}
     kept = ("fixed_input_size", "pool_size", "first_conv", "classifier")
     side = model.shape.image_size
@@ -189,11 +189,6 @@ def _of(library: Library, finished: Finished) -> Named:
     if named.library != library:
         raise ExportError(f"this model is {named}, not one of {TITLES[library]}; export it as {named.library}")
     return named
-
-
-def _net(model: Model) -> WeightEntries:
-    net: nn.Module = model.body.net  # pyright: ignore
-    return {name: WeightEntry(tensor, (NET + name,)) for name, tensor in net.state_dict().items()}
 
 
 def _timm_head(net: Any, model: Classifier, named: Named) -> WeightEntries:

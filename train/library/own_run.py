@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from murmuration.accounting.adaptive import AdaptiveError
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.keys import hkdf, load
 from murmuration.accounting.ledger.lines import NAMED
@@ -183,7 +183,7 @@ class OwnRun:
             return "the program does not say, or not the same, in which order it numbers the records"
         return None
 
-    def finish(self) -> certificate.Verdict:
+    def finish(self) -> Verdict:
         """Certifies, destroys the run key, and verifies. The last step is saved."""
         newest, settings = self.open.newest(), self.settings
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from murmuration.accounting.errors import InputError, PlanError
 from murmuration.accounting.unit import Unit
-from murmuration.data.batch.dataset import as_inputs, as_read, is_dataset
-from murmuration.data.batch.function_reader import FunctionReader, Read
+from murmuration.data.batch.function_reader import FunctionReader, Read, as_inputs, as_read, is_dataset
 from murmuration.data.batch.slot_rows import SlotRows, UnitReduce
 from murmuration.data.draw.poisson import StepKey
 from murmuration.data.index.unit_table import UnitTable

@@ -10,10 +10,9 @@ from typing import Literal, get_args
 
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.lines import RECORDS_AS_PUBLIC, PublicUse
-from murmuration.accounting.make_plan import steps_of
 from murmuration.accounting.plan import require_together
+from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.privacy import Privacy
-from murmuration.train.config.zero_optimization import ZeroOptimization
 from murmuration.train.core import Computation
 from murmuration.train.engines.choose import EngineSettings
 
@@ -66,11 +65,6 @@ class Settings:
     keep_key: bool = False
     debug_seed: int | None = None
     new_segment: str | None = None
-
-    def steps_and_batch(self, n: int) -> tuple[int, float]:
-        """Of so many records, or units."""
-        batch = float(n) if math.isinf(self.privacy.expected_batch) else self.privacy.expected_batch
-        return self.steps or steps_of(self.epochs or 1, n, batch, self.privacy.sampling), batch
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):

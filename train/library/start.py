@@ -92,7 +92,13 @@ def started(
 ) -> Started:  # fmt: skip
     if not callable(model):
         raise RecipeError(f"model= must be a module or a function that makes one, but is a {type(model).__name__}")
-    made = model if isinstance(model, nn.Module) else _made_alike(model, ranks)
+    made = model
+    if not isinstance(made, nn.Module):
+        # The same weights on every rank: their generators may be in different states, so the main rank draws the seed.
+        seed = ranks.on_main(lambda: int(torch.randint(2**62, ())))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made = _made(made)
     if isinstance(start, Public):
         return Started(made, use="weights", why=start.why)
     unknown = _unexplained(model, made)
@@ -104,21 +110,6 @@ def started(
         unknown -= _fill(made, weights)
     foreign = bool(unknown) or (weights is not None and weights.foreign)
     return Started(made, weights, use="unknown-weights" if foreign else None, unexplained=frozenset(unknown))
-
-
-def _made_alike(make: Callable[[], nn.Module], ranks: Ranks) -> nn.Module:
-    """The same weights on every rank: their generators may be in different states, so the main rank draws the seed."""
-    seed = ranks.on_main(lambda: int(torch.randint(2**62, ())))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return _made(make)
-
-
-def _made(make: Callable[[], nn.Module]) -> nn.Module:
-    found = make()
-    if not isinstance(found, nn.Module):
-        raise RecipeError(f"model= must be a module or a function that makes one, but made a {type(found).__name__}")
-    return found
 
 
 def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) -> set[str]:
@@ -134,6 +125,13 @@ def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) ->
         if not _simple(tensor)
         and not (found and all(name in each for each in found) and _drawn(*(each[name] for each in found)))
     }
+
+
+def _made(make: Callable[[], nn.Module]) -> nn.Module:
+    found = make()
+    if not isinstance(found, nn.Module):
+        raise RecipeError(f"model= must be a module or a function that makes one, but made a {type(found).__name__}")
+    return found
 
 
 def _drawn(one: Tensor, other: Tensor) -> bool:

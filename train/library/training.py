@@ -13,6 +13,7 @@ a recipe.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -23,29 +24,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.make_plan import steps_of
 from murmuration.accounting.plan import PrivacyPlan, require_together
+from murmuration.train.clip.isolated import kept_of_records
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import StopRequest
-from murmuration.train.engines.base import evaluating
+from murmuration.train.engines.base import evaluating, modes_of
 from murmuration.train.engines.choose import start_ranks
 from murmuration.train.library.own_run import NAME, PHASE, OwnRun
 from murmuration.train.library.records import Data, OwnRecords, Units
 from murmuration.train.library.settings import Settings
 from murmuration.train.library.start import INNER, Public, started
-from murmuration.train.library.unchanged import Unchanged
 from murmuration.train.optim.rates import rates_of, sound
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.trainer import Spent, Trainer
+from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
 from murmuration.train.step import StepSummary
-from murmuration.train.storage.bad_records import BadRecordList
+from murmuration.train.storage.run_dir import BadRecordList
 
 
 class Losses(nn.Module):
@@ -107,7 +110,8 @@ class PrivateTraining:
         self._model = self.model if loss is None else Losses(self.model, loss)
         if isinstance(optimizer, Optimizer) and optimizer.params.noise_floor is not None:
             require_together(privacy.mechanisms | {"noise_floor"})
-        steps, batch = settings.steps_and_batch(read.n)
+        batch = float(read.n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
+        steps = settings.steps or steps_of(settings.epochs or 1, read.n, batch, privacy.sampling)
         self._rates = rates = rates_of(schedule, optimizer, steps)
         if privacy.loss_probes is not None and len({rates(step) for step in range(1, steps + 1)}) > 1:
             raise PlanError("privacy.loss_probes find the learning rate while training; give schedule= one number")
@@ -278,7 +282,7 @@ class PrivateTraining:
             return found
         return {name.removeprefix(INNER): tensor for name, tensor in found.items()}
 
-    def finish(self) -> certificate.Verdict:
+    def finish(self) -> Verdict:
         """Saves, writes the certificate, destroys the run key, and verifies it all from the ledger alone."""
         self._require_whole()
         self._save_what_is_new()
@@ -294,3 +298,57 @@ class PrivateTraining:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class Unchanged:
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._held, self._modes = model, Held.by(model), modes_of(model)
+        self._kept = kept_of_records()
+        """Tensors of records that other parts of the program hold, which are none of this model's."""
+        self._proved = False
+
+    def before_proof(self) -> None:
+        self._kept = kept_of_records()
+        if (changed := self._held.changed(Held.by(self._model))) is not None:
+            raise SelfTestError(
+                f"{changed} changed since the training was opened, so the ledger does not know what it began with; "
+                "give the model as it is to begin"
+            )
+
+    def proved(self) -> None:
+        if kept := kept_of_records() - self._kept:
+            raise SelfTestError(
+                f"{len(kept)} tensors of the self-test's records are still held somewhere; let forward() keep nothing, "
+                "not in a list outside the model either"
+            )
+        self._modes, self._held, self._proved = modes_of(self._model), Held.by(self._model), True
+
+    def require(self) -> None:
+        if self._proved and (changed := self._held.changed(Held.by(self._model))):
+            raise LedgerError(
+                f"{changed} changed outside of the private step, without noise; let nothing but the step change the "
+                "model, and forward() keep nothing"
+            )
+
+    def before_step(self) -> None:
+        self.require()
+        if modes_of(self._model) != self._modes:
+            raise SelfTestError(
+                "a module was switched between training and evaluation since prove(), which tested it as it was; "
+                "switch it before"
+            )
+
+    def after_step(self) -> None:
+        """But for the weights that the update moved."""
+        now = Held.by(self._model)
+        if changed := self._held.but_for_trained().changed(now.but_for_trained()):
+            raise LedgerError(
+                f"{changed} changed while the model was trained, without noise; let forward() write into nothing and "
+                "keep nothing"
+            )
+        self._held = now
+
+    def before_save(self) -> None:
+        self.require()
+        if kept := kept_of_records() - self._kept:
+            raise LedgerError(f"{len(kept)} tensors of records are still held somewhere; let forward() keep nothing")

@@ -11,7 +11,7 @@ MOST = 5
 """Places that are counted: top-1 to top-5."""
 TOP_1, TOP_5, REAL = "top_1", "top_5", "real"
 MEAN_PRECISION = "mean_average_precision"
-"""Where a record may have any number of classes; see average_precision.py."""
+"""Where a record may have any number of classes; see ranking.py."""
 TITLES = {TOP_1: "top-1", TOP_5: "top-5", REAL: "ReaL", MEAN_PRECISION: "mean average precision"}
 """What people call them."""
 

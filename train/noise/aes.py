@@ -107,7 +107,10 @@ class AESNoise:
         self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
     ) -> Iterator[tuple[Fragment, Tensor]]:
         for fragment in in_chunks(fragments):
-            drawn = self.draw(step, fragment.parameter, fragment.start, fragment.length, _numpy_type(dtype))
+            if dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"noise is drawn in float64 or rounded to float32, not in {dtype}")
+            numpy_type = np.float64 if dtype == torch.float64 else np.float32
+            drawn = self.draw(step, fragment.parameter, fragment.start, fragment.length, numpy_type)
             yield fragment, torch.from_numpy(drawn).to(device)
 
     def draw(
@@ -117,6 +120,8 @@ class AESNoise:
         out = np.empty(length, dtype)
         if length == 0:
             return out
+        # Normals come in pairs, each from one block of the cipher, whose counter is the place in the parameter. So an
+        # element has the same number whichever rank holds it, and however shards are cut.
         first, last = start // 2, (start + length - 1) // 2 + 1
         stream = self._keystream(step, parameter, first, last - first)
         scratch = Scratch(min(CHUNK_BLOCKS, last - first))
@@ -176,9 +181,3 @@ def in_chunks(fragments: Sequence[Fragment], most: int = NOISE_CHUNK) -> Iterato
                 length=min(most, fragment.length - offset),
                 position=fragment.position + offset,
             )
-
-
-def _numpy_type(dtype: torch.dtype) -> type[np.floating]:
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"noise is drawn in float64 or rounded to float32, not in {dtype}")
-    return np.float64 if dtype == torch.float64 else np.float32

@@ -99,7 +99,13 @@ class ChaChaNoise:
 
     def _normals(self, step: int, group: Sequence[Fragment], device: torch.device) -> Tensor:
         for chunk in group:
-            require_counter(step, chunk.parameter, chunk.start, chunk.length)
+            # A number that did not fit its words would share its draw with another step, parameter or
+            # element.
+            last = (chunk.start + chunk.length - 1) // PER_BLOCK
+            if not (0 <= step < 2**32 and 0 <= chunk.parameter < 2**32 and chunk.start >= 0 and last < 2**63):
+                raise ValueError(
+                    f"step {step}, parameter {chunk.parameter} or element {chunk.start} does not fit the noise counter"
+                )
         counts = [_blocks(chunk) for chunk in group]
         ends = list(accumulate(counts))
         # Little is transferred, whatever the fragments' sizes: blocks are numbered on the device.
@@ -115,13 +121,6 @@ class ChaChaNoise:
         block = torch.arange(ends[-1], device=device).add_(shift)
         kernel = _kernel() if device.type in KERNEL_DEVICES else None
         return _pairs((kernel or keystream)(fixed_words(self._key(step), step, device), block, parameter), self.std)
-
-
-def require_counter(step: int, parameter: int, start: int, length: int) -> None:
-    """A number that did not fit its words would share its draw with another step, parameter or element."""
-    last = (start + length - 1) // PER_BLOCK
-    if not (0 <= step < 2**32 and 0 <= parameter < 2**32 and start >= 0 and last < 2**63):
-        raise ValueError(f"step {step}, parameter {parameter} or element {start} does not fit the noise counter")
 
 
 def fixed_words(key: bytes, step: int, device: torch.device) -> Tensor:

@@ -53,6 +53,7 @@ class NoisyUpdate:
         if flat.dtype not in (torch.float32, torch.float64):
             raise UpdateError(f"the reduced sum must be fp32 or fp64 when the noise is added, but is {flat.dtype}")
         for fragment in fragments:
+            # Two draws on one element would be the same numbers twice, since noise is keyed by step and element.
             seen, asked = self._seen.setdefault(fragment.parameter, []), fragment.elements
             if any(asked.start < other.stop and other.start < asked.stop for other in seen):
                 raise UpdateError(f"noise for {fragment.name} at {fragment.start} was asked for twice in one step")
@@ -61,6 +62,7 @@ class NoisyUpdate:
         # Everything is fp64 until the noise is in, so that rounding acts on what is already private.
         for chunk, noise in self.mechanism.chunks(self.step, fragments, flat.device):
             total = chunk.of(flat)
+            # The divisor is the constant q·n: the number of records that were drawn is itself private.
             if grid:
                 total.copy_(sum_on_grid(total, noise, grid).div_(self.mechanism.divisor))
             else:

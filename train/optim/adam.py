@@ -72,7 +72,8 @@ class LAMB(AdamW):
     by_parameter = True
 
     def update(self, flats: Sequence[Flat]) -> None:
-        ratios = self._ratios(self.norms(flats, self._observed))
+        weights, direction = self.norms(flats, self._observed)
+        ratios = torch.where((weights > 0) & (direction > 0), weights / direction, 1.0)
         for flat in flats:
             for stretch in flat.stretches:
                 rate = flat.learning_rate * stretch.policy.learning_rate
@@ -87,7 +88,3 @@ class LAMB(AdamW):
 
     def _lamb_direction(self, weights: Tensor, first: Tensor, second: Tensor, flat: Flat, stretch: Stretch) -> Tensor:
         return self._direction(first, second, flat.step).add_(weights, alpha=stretch.policy.weight_decay)
-
-    def _ratios(self, norms: Tensor) -> Tensor:
-        weights, direction = norms
-        return torch.where((weights > 0) & (direction > 0), weights / direction, 1.0)

@@ -159,7 +159,15 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
             raise OptimizerError("a closure would compute a gradient that got no noise; call step() without one")
         flats = [self._flat(tensor, group["lr"]) for group in self.param_groups for tensor in group["params"]]
         if self._most is not None:
-            self._shorten(flats, self._most)
+            # Like torch.nn.utils.clip_grad_norm_, over the shards of all ranks, without padding.
+            pieces = [g for flat in flats for stretch in flat.stretches for _, g, _ in flat.chunks(stretch)]
+            square = torch.zeros(1, dtype=torch.float64, device=flats[0].weights.device)
+            for gradient in pieces:
+                square += gradient.double().square().sum()
+            norm = (square if self._add is None else self._add(square)).sqrt()
+            factor = (self._most / (norm + 1e-6)).clamp(max=1.0).float()
+            for gradient in pieces:
+                gradient.mul_(factor)
         if self.keeps_before:
             for flat in flats:
                 self.state[flat.weights][BEFORE].copy_(flat.weights)
@@ -182,17 +190,6 @@ class FlatOptimizer(torch.optim.Optimizer, ABC):
         moments = {name: state[name] for name in self.moments}
         step, stretches = int(state["step"]), self._stretches[id(tensor)]
         return Flat(tensor, tensor.grad, moments, step, float(learning_rate), stretches)
-
-    def _shorten(self, flats: Sequence[Flat], most: float) -> None:
-        """Like torch.nn.utils.clip_grad_norm_, over the shards of all ranks, without padding."""
-        pieces = [g for flat in flats for stretch in flat.stretches for _, g, _ in flat.chunks(stretch)]
-        square = torch.zeros(1, dtype=torch.float64, device=flats[0].weights.device)
-        for gradient in pieces:
-            square += gradient.double().square().sum()
-        norm = (square if self._add is None else self._add(square)).sqrt()
-        factor = (most / (norm + 1e-6)).clamp(max=1.0).float()
-        for gradient in pieces:
-            gradient.mul_(factor)
 
     @abstractmethod
     def update(self, flats: Sequence[Flat]) -> None:

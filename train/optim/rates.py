@@ -13,12 +13,40 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from murmuration.train.config.optimizer import Optimizer, Schedule
-from murmuration.train.optim.schedule import learning_rate
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, UnfitOptimizerError, learning_rate_of
+
+# Learning rates as a pure function of the step.
+#
+# ViP (arXiv 2306.08842): shape cosine, shape_from first-step, warmup 1000: peak · min(t/1000, half-cosine of
+# (t-1)/T). DP-Cap (2403.02506): shape cosine, warmup 2000, end 10000, first_step 0; its code's first update has rate
+# 0; with first_step 1 the warm-up is one step ahead and wastes none. Mehta et al. (2205.02973): linear (LAMB), cosine
+# (momentum).
+
 
 Rates = Callable[[int], float]
 """From the number of a step, counted from 1."""
 MakeScheduler = type[LRScheduler] | partial[Any]
+
+
+def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
+    """The learning rate of the given step, counted from 1, in a phase of `steps` steps."""
+    passed = (step - 1) // schedule.hold * schedule.hold
+    warm = min(1.0, (passed + schedule.first_step) / schedule.warmup) if schedule.warmup else 1.0
+    rising = schedule.start + (schedule.peak - schedule.start) * warm
+    return min(rising, _falling(schedule, steps, passed))
+
+
+def _falling(schedule: Schedule, steps: int, passed: int) -> float:
+    begin = schedule.warmup if schedule.shape_from == "warmup" else 0
+    end = schedule.end or steps
+    done = min(1.0, max(0, passed - begin) / max(1, end - begin))
+    if schedule.shape == "constant":
+        return schedule.peak
+    if schedule.shape == "inverse-sqrt":
+        knee = max(1, schedule.warmup)
+        return schedule.peak * math.sqrt(knee / max(knee, passed + 1))
+    left = 1.0 - done if schedule.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return schedule.floor + (schedule.peak - schedule.floor) * left
 
 
 def rates_of(
@@ -44,7 +72,17 @@ def rates_of(
                 "schedule= must be a number, a function of the step, a murmuration.Schedule, or a class of "
                 f"torch.optim.lr_scheduler (with functools.partial), but is {given!r}"
             )
-        return _of_function(given)
+        try:
+            sound(given(1), 1)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, UnfitOptimizerError):
+                raise
+            raise UnfitOptimizerError(
+                f"schedule= gives no learning rate for step 1 ({type(error).__name__}: {error}); give a number, a "
+                "function of the step, a murmuration.Schedule, a class of torch.optim.lr_scheduler, or "
+                "functools.partial of one with its arguments"
+            ) from None
+        return lambda step: sound(given(step), step)
     rate = own if given is None else float(given)
     if rate is None:
         raise UnfitOptimizerError(
@@ -52,20 +90,6 @@ def rates_of(
             "murmuration.Schedule or a torch.optim.lr_scheduler"
         )
     return lambda step: sound(rate, step)
-
-
-def _of_function(function: Any) -> Rates:
-    try:
-        sound(function(1), 1)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, UnfitOptimizerError):
-            raise
-        raise UnfitOptimizerError(
-            f"schedule= gives no learning rate for step 1 ({type(error).__name__}: {error}); give a number, a function "
-            "of the step, a murmuration.Schedule, a class of torch.optim.lr_scheduler, or functools.partial of one "
-            "with its arguments"
-        ) from None
-    return lambda step: sound(function(step), step)
 
 
 def _of_scheduler(make: Any, kind: type, rate: float, steps: int) -> Rates:

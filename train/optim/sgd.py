@@ -12,7 +12,7 @@ from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch
 
 
 class SGD(FlatOptimizer):
-    """The velocity is momentum·velocity + gradient + decay·weights; with nesterov, one such step ahead."""
+    """The velocity is momentum·velocity + gradient + decay·weights."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams
@@ -31,8 +31,7 @@ class SGD(FlatOptimizer):
         for weights, gradient, moments in flat.chunks(stretch):
             direction = torch.add(gradient, weights, alpha=decay).mul_(ratio)
             for velocity in moments:
-                velocity.mul_(self.params.momentum).add_(direction)
-                direction = direction.add(velocity, alpha=self.params.momentum) if self.params.nesterov else velocity
+                direction = velocity.mul_(self.params.momentum).add_(direction)
             weights.sub_(direction, alpha=rate)
 
 

@@ -57,11 +57,6 @@ class Cluster:
         """All-gather or reduce-scatter of `size` bytes in all."""
         return self._passed(size)
 
-    def of_one_copy(self, ranks: int) -> Cluster:
-        """The ranks that hold one copy of the weights."""
-        inside = self.link_gb_per_s if ranks == self.gpus else self.node_link_gb_per_s or self.link_gb_per_s
-        return replace(self, gpus=ranks, link_gb_per_s=inside)
-
     def _passed(self, size: float) -> float:
         return size * (self.gpus - 1) / self.gpus / (self.link_gb_per_s * 1e9)
 
@@ -113,25 +108,18 @@ def step_time(
     if ranks_per_copy:
         exchange = _fsdp2_exchange(weights, cluster, rows, micro_batch, ranks_per_copy)
     else:
-        exchange = _zero_exchange(weights, cluster, rows, micro_batch, stage, mixed)
+        n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
+        exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
+        exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
+        if stage < 3:
+            exchange += 0.0 if weights.private else cluster.all_reduce_seconds(4.0 * n)
+            exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
+        else:
+            exchange += cluster.gather_seconds(4.0 * n)
+            exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
     shards = ranks_per_copy or (cluster.gpus if stage else 1)
     noise = math.ceil(weights.trainable / shards) / cluster.noise_per_second if weights.private else 0.0
     return StepTime(compute, exchange, noise, rows, public)
-
-
-def _zero_exchange(
-    weights: WeightCounts, cluster: Cluster, rows: float, micro_batch: int, stage: int, mixed: int
-) -> float:
-    n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
-    exchange = _summing(weights, cluster, rows, micro_batch, stage) if weights.private else 0.0
-    exchange += cluster.all_reduce_seconds(4.0 * n) if mixed else 0.0
-    if stage < 3:
-        exchange += 0.0 if weights.private else cluster.all_reduce_seconds(4.0 * n)
-        exchange += cluster.gather_seconds(4.0 * n) if stage else 0.0
-    else:
-        exchange += cluster.gather_seconds(4.0 * n)
-        exchange += rows * GATHERS_PER_MICRO_BATCH * cluster.gather_seconds(whole)
-    return exchange
 
 
 def _fsdp2_exchange(
@@ -140,7 +128,12 @@ def _fsdp2_exchange(
     """Weights are gathered and windows sent among the ranks of a copy; equal shards are added up over the copies: in a
     private phase once per step, in fp64, otherwise in every micro-batch, in fp32."""
     n, whole = weights.trainable, 4.0 * (weights.trainable + weights.frozen)
-    inside, across = cluster.of_one_copy(ranks_per_copy), replace(cluster, gpus=cluster.gpus // ranks_per_copy)
+    # The ranks that hold one copy of the weights, and those that hold the same part of each.
+    link = cluster.link_gb_per_s
+    if ranks_per_copy != cluster.gpus:
+        link = cluster.node_link_gb_per_s or link
+    inside = replace(cluster, gpus=ranks_per_copy, link_gb_per_s=link)
+    across = replace(cluster, gpus=cluster.gpus // ranks_per_copy)
     exchange = rows * GATHERS_PER_MICRO_BATCH * inside.gather_seconds(whole)
     if weights.private:
         exchange += _windows(weights, inside, rows, micro_batch)

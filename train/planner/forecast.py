@@ -107,11 +107,17 @@ def _of_phase(
     cost, weights = counted(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     given = config.train_micro_batch_size_per_gpu
-    layouts = [
-        _layout(way, cluster, cost, weights, batch, given, per_record, _as_graphs(config, phase))
-        for way in _ways(config, cluster.gpus)
-    ]
-    own = _own_way(config, cluster.gpus)
+    run, privacy, gpus = config.run, phase.privacy, cluster.gpus
+    if run.engine == "fsdp2":  # every number of ranks that leaves whole copies
+        sharded = (ranks for ranks in range(1, gpus + 1) if gpus % ranks == 0 and (ranks > 1 or gpus == 1))
+        ways, own = [Way(3, False, ranks) for ranks in sharded], Way(3, False, run.shard_over or gpus)
+    else:
+        zero = config.zero_optimization
+        ways, own = [Way(*layout, 0) for layout in LAYOUTS], Way(zero.stage, zero.offload_optimizer is not None, 0)
+    # Micro-batches are recorded as a CUDA graph, where there is room for it.
+    fixed = privacy is not None and privacy.clip.adaptive is None
+    as_graphs = fixed and run.cuda_graph == "auto" and run.clip_engine == "book-keeping"
+    layouts = [_layout(way, cluster, cost, weights, batch, given, per_record, as_graphs) for way in ways]
     chosen = next(layout for layout in layouts if (layout.stage, layout.offload, layout.ranks_per_copy) == own)
     wanted = max(1, batch.even(cluster.gpus, chosen.micro_batch)) if given == "auto" else given
     fits = chosen.peak_bytes <= cluster.usable_bytes
@@ -121,9 +127,13 @@ def _of_phase(
         time = step_time(
             cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second, mixed, chosen.ranks_per_copy
         )
+    epsilons: list[tuple[int, float]] = []
+    if plan is not None:
+        marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
+        epsilons = [(t, epsilon([plan.event(plan.sampling.turns(t))], plan.delta)) for t in marks]
     found = PhaseForecast(
         phase.name, phase.objective, weights, cost, batch, mixed, phase.steps, layouts, chosen, micro_batch, time,
-        plan, _epsilons(plan) if plan else [], [],
+        plan, epsilons, [],
     )  # fmt: skip
     calibrated = phase.privacy is not None and phase.privacy.noise_multiplier is None
     return replace(found, advice=advice(found, wanted, cluster), calibrated=calibrated)
@@ -153,27 +163,6 @@ class Way(NamedTuple):
     ranks_per_copy: int
 
 
-def _ways(config: Config, gpus: int) -> list[Way]:
-    """With FSDP2, every number of ranks that leaves whole copies."""
-    if config.run.engine == "fsdp2":
-        return [Way(3, False, ranks) for ranks in range(1, gpus + 1) if gpus % ranks == 0 and (ranks > 1 or gpus == 1)]
-    return [Way(stage, offload, 0) for stage, offload in LAYOUTS]
-
-
-def _own_way(config: Config, gpus: int) -> Way:
-    if config.run.engine == "fsdp2":
-        return Way(3, False, config.run.shard_over or gpus)
-    zero = config.zero_optimization
-    return Way(zero.stage, zero.offload_optimizer is not None, 0)
-
-
-def _as_graphs(config: Config, phase: Phase) -> bool:
-    """Whether micro-batches are recorded as a CUDA graph, where there is room for it."""
-    run, privacy = config.run, phase.privacy
-    fixed = privacy is not None and privacy.clip.adaptive is None
-    return fixed and run.cuda_graph == "auto" and run.clip_engine == "book-keeping"
-
-
 def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
     """The cost of a record and the weight counts, from the shapes of the phase's model alone."""
     shape = resolve_shape(config)
@@ -181,12 +170,8 @@ def counted(config: Config, phase: Phase) -> tuple[RecordCost, WeightCounts]:
     select_trained(model, phase)
     example = synthetic_batch(shape, phase.objective, 1, 0).inputs
     inputs = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in example.items()}
-    return count(model, inputs, config.run.precision, phase.rows_of_a_slot), weights_of(model, phase)
-
-
-def _epsilons(plan: PrivacyPlan) -> list[tuple[int, float]]:
-    marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
-    return [(t, epsilon([plan.event(plan.sampling.turns(t))], plan.delta)) for t in marks]
+    again, private = config.run.gradient_checkpointing, phase.privacy is not None
+    return count(model, inputs, config.run.precision, phase.rows_of_a_slot, again, private), weights_of(model, phase)
 
 
 # What to change where a phase does not fit a cluster, or wastes its time there.

@@ -24,8 +24,7 @@ from murmuration.train.clip.engine import ClipEngine, Precision, autocast, clipp
 from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
-from murmuration.train.measures.average_precision import mean_average_precision
-from murmuration.train.measures.ranking import Tally
+from murmuration.train.measures.ranking import Tally, mean_average_precision
 from murmuration.train.measures.shares import MEAN_PRECISION, shares
 from murmuration.train.measures.zero_shot import class_scores, zero_shot
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule

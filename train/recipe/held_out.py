@@ -140,7 +140,11 @@ def usable(held: HeldOut, where: str) -> HeldOut:
             held = replace(held, captioned=False)
             found, _ = _first_usable(held, where)
         if found and held.zero_shot is not None:
-            _require_words(held, held.zero_shot)
+            # Every label has words, and prompt and labels together fit into the text that the model reads.
+            assert held.encoder is not None
+            groups = [[(label,) for label in labels] for labels in held.axes.values()] or [held.class_names]
+            longest = [max(len(tokens_of(name, held.encoder)) for names in group for name in names) for group in groups]
+            require_room(1 + len(held.encoder.words(held.zero_shot.prompt)) + sum(longest), held.shape.text_length)
     except (ClassNamesError, ShardError) as error:
         if error.exit_code != BAD_INPUT:  # a store that does not answer: the same command may find it well
             raise
@@ -180,11 +184,3 @@ def _first_usable(held: HeldOut, where: str) -> tuple[bool, str]:
         whose = held.evaluation.real or f"the field {held.spec.listed}"
         return False, f"{whose} has right classes for none of them"
     return False, next(iter(reader.bad_reasons.values()), "there is none")
-
-
-def _require_words(held: HeldOut, settings: ZeroShot) -> None:
-    """Every label has words, and prompt and labels together fit into the text that the model reads."""
-    assert held.encoder is not None
-    groups = [[(label,) for label in labels] for labels in held.axes.values()] or [held.class_names]
-    longest = [max(len(tokens_of(name, held.encoder)) for names in group for name in names) for group in groups]
-    require_room(1 + len(held.encoder.words(settings.prompt)) + sum(longest), held.shape.text_length)

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList, made_of_rows
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.open import open_index
@@ -52,13 +52,6 @@ def named_lists(config: Config) -> Iterator[tuple[str, Path, ShardData | StreamD
     for where, _, data in _labelled_data(config):
         if data.classes is not None:
             yield f"{where}.classes", Path(data.classes), data
-
-
-def excluding_lists(config: Config) -> Iterator[tuple[str, Path]]:
-    """The config keys that name lists of classes to leave out, with their paths."""
-    for where, _, data in _labelled_data(config):
-        if data.exclude_classes is not None:
-            yield f"{where}.exclude_classes", Path(data.exclude_classes)
 
 
 def require_public_names(classes: ClassList, path: Path, data: str, where: str, word: str) -> None:
@@ -152,7 +145,14 @@ def require_numbers(sources: Sequence[LabelSource], classes: ClassList | None, o
     """Refuses folders whose classes would get numbers that mean something else, or that private records decide."""
     for source in sources:
         if classes is not None:
-            _require_names(source, classes)
+            # In private data, records of a folder that the list lacks are bad instead, because one record must not
+            # decide whether a run starts; only a list that contains none of the folders is refused.
+            unknown = [name for name in source.index.classes if name not in classes.numbers]
+            if unknown and (not source.private or len(unknown) == len(source.index.classes)):
+                said = (
+                    "none of its class folders is" if source.private else f"the class folder {shown(unknown[0])} is not"
+                )
+                raise RecipeError(f"{source.where}: {said} on the list of data.classes; name the list that fits")
         elif source.private:
             raise RecipeError(
                 f"{source.where}: the class folders of private records must not decide which class has which number; "
@@ -173,19 +173,12 @@ def require_numbers(sources: Sequence[LabelSource], classes: ClassList | None, o
             )
 
 
-def _require_names(source: LabelSource, classes: ClassList) -> None:
-    """Refuses class folders that the list does not contain. In private data, the records of such a folder are bad
-    instead, because one record must not decide whether a run starts; only a list that contains none of the folders is
-    refused."""
-    unknown = [name for name in source.index.classes if name not in classes.numbers]
-    if unknown and (not source.private or len(unknown) == len(source.index.classes)):
-        said = "none of its class folders is" if source.private else f"the class folder {shown(unknown[0])} is not"
-        raise RecipeError(f"{source.where}: {said} on the list of data.classes; name the list that fits")
-
-
 def check_at_hand(config: Config, outputs: int) -> None:
     """Checks as much as possible without the data or the lists that are not at hand."""
-    named = [*((where, path) for where, path, _ in named_lists(config)), *excluding_lists(config)]
+    named = [(where, path) for where, path, _ in named_lists(config)]
+    for where, _, data in _labelled_data(config):
+        if data.exclude_classes is not None:
+            named.append((f"{where}.exclude_classes", Path(data.exclude_classes)))
     if any(not path.exists() for _, path in named):
         return
     classes = class_list(config, outputs)

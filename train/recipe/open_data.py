@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from murmuration.data.decode.class_filter import ClassFilter
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.fields import ClassFilter
 from murmuration.data.draw.node_placement import on_this_node
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
@@ -63,13 +63,23 @@ def open_records(
     if isinstance(data, SyntheticData):
         return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
     if isinstance(data, StreamData):
-        return leave_out(_open_stream(data, where), left_out, where)
+        try:
+            stream = StreamIndex(data.path, data.lanes, data.buffer, data.reading.timeout_seconds)
+        except ShardError as problem:
+            raise RecipeError(f"{where}: {problem}") from None
+        return leave_out(stream, left_out, where)
     assert isinstance(data, ShardData)
     # A set that is cut in two keeps the numbers of excluded records, so that the cut does not depend on them.
     dense = data.public and data.public_fraction is None
     handling: Handling = "skipped" if dense else "absent"
     index = _open_index(data.path, f"{where}.path", handling, classes, data.reading.node_shards, left_out)
-    _refuse_coupled(index, data, where)
+    # In a list of excluded records, one record must not have decided about others that the phase protects singly.
+    by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
+    if by and by != data.by and not data.public:
+        raise RecipeError(
+            f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
+            f"{where}.unit to {by!r}, or run murmuration.contrib.overlap again without --by-unit"
+        )
     units = open_units(index, data, where)
     _check_expected(index, units, data, where)
     if phase.objective == "text" and isinstance(index, FolderIndex):
@@ -101,23 +111,6 @@ def open_units(index: RecordIndex, data: Data, where: str) -> UnitTable | None:
         return open_table(index, data.by)
     except ShardError as error:
         raise RecipeError(f"{where}.unit: {error}") from None
-
-
-def _refuse_coupled(index: RecordIndex, data: ShardData, where: str) -> None:
-    """Refuses a list of excluded records in which one record decided about others that the phase protects singly."""
-    by = index.excluded_by if isinstance(index, ShardIndex | FolderIndex) else ""
-    if by and by != data.by and not data.public:
-        raise RecipeError(
-            f"{where}.path: its exclusions leave out whole units by {by!r}, so one record decides about others; set "
-            f"{where}.unit to {by!r}, or run murmuration.contrib.overlap again without --by-unit"
-        )
-
-
-def _open_stream(data: StreamData, where: str) -> StreamIndex:
-    try:
-        return StreamIndex(data.path, data.lanes, data.buffer, data.reading.timeout_seconds)
-    except ShardError as error:
-        raise RecipeError(f"{where}: {error}") from None
 
 
 def open_public(

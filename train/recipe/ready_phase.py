@@ -16,15 +16,16 @@ from torch import nn
 
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.epsilon.calibrate import calibrate_steps
 from murmuration.accounting.errors import AccountingError, PlanError
-from murmuration.accounting.make_plan import PlanRequest, make_plan, most_steps, steps_of, steps_of_passes
+from murmuration.accounting.make_plan import PlanRequest, make_plan, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.batch.slot_rows import SlotRows
+from murmuration.data.decode.augment import DECODER
 from murmuration.data.decode.class_list import ClassList
-from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.poisson import StepKey
@@ -156,7 +157,11 @@ class ReadyPhase:
         """What is measured on the held-out records."""
         if self.held_out is None:
             return None
-        return HeldOut(self.settings, self.shape, self.held_out, self.evaluation_spec(), self.text, self.captioned)
+        evaluation = self.settings.evaluation
+        spec = self.data_spec(augment=False)
+        if evaluation is not None:
+            spec = replace(spec, augment=evaluation.view)
+        return HeldOut(self.settings, self.shape, self.held_out, spec, self.text, self.captioned)
 
     @property
     def label_list(self) -> ClassList | None:
@@ -189,12 +194,6 @@ class ReadyPhase:
             mean=self.pixels.mean, std=self.pixels.std, pictures=self.settings.objective != "text",
         )  # fmt: skip
 
-    def evaluation_spec(self) -> DataSpec:
-        """How the public held-out records are read."""
-        evaluation = self.settings.evaluation
-        spec = self.data_spec(augment=False)
-        return spec if evaluation is None else replace(spec, augment=evaluation.view)
-
 
 def _identity(name: str, index: RecordIndex, public: bool) -> dict[str, str]:
     """Digests of the records and of the list of excluded ones: which records take part shapes what is released."""
@@ -213,7 +212,16 @@ def prepare(config: Config) -> list[ReadyPhase]:
             start = open_start(phase.data, f"phases.{number}.data")
             starts[f"phases.{number}.data.path"] = start.path
         phases.append(_open(number, phase, shape, start, classes, config.run.noise))
-    _require_one_unit(phases)
+    # No proof says what the promises of private phases that protect different units come to together.
+    private = [phase for phase in phases if phase.private]
+    for phase in private[1:]:
+        first, other = (unit_in_words(each.unit) for each in (private[0], phase))
+        if first != other:
+            raise RecipeError(
+                f"phases.{phase.number}.data.unit: phase {phase.name!r} protects {other}, but phase "
+                f"{private[0].name!r} protects {first}, and a run makes one promise; name the same unit in both, or "
+                "train them in two runs"
+            )
     _keep_apart(phases, config.run.registry)
     require_numbers(_label_sources(phases), classes, shape.head.classes)
     hold_to_what_was_promised(_uses(phases), config.run.registry)
@@ -221,8 +229,15 @@ def prepare(config: Config) -> list[ReadyPhase]:
         require_names(phase.number, phase.settings, phase.index_of)
     statistics = pixels.of_run(config.model, starts)
     phases = [replace(phase, pixels=statistics) for phase in phases]
-    phases = [_with_usable_records(phase) for phase in phases]  # read only now that they may be
-    _require_metric(config.run.keep_best, phases)
+    for at, phase in enumerate(phases):
+        if phase.measured is not None:  # read only now that they may be
+            found = usable(phase.measured, f"phases.{phase.number}.evaluation")
+            phases[at] = replace(phase, captioned=found.captioned)
+    # Nothing that is never measured may choose: no checkpoint would be the best.
+    known = {name: None for phase in phases if phase.measured is not None for name in phase.measured.metrics()}
+    if config.run.keep_best is not None and config.run.keep_best not in known:
+        fix = f"name one of {', '.join(known)}" if known else "give a phase `evaluation`"
+        raise RecipeError(f"run.keep_best = {config.run.keep_best!r}: no phase measures that; {fix}, or leave it out")
     return phases
 
 
@@ -238,20 +253,6 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
-
-
-def _with_usable_records(phase: ReadyPhase) -> ReadyPhase:
-    if phase.measured is None:
-        return phase
-    return replace(phase, captioned=usable(phase.measured, f"phases.{phase.number}.evaluation").captioned)
-
-
-def _require_metric(wanted: str | None, phases: list[ReadyPhase]) -> None:
-    """Refuses a choice by what is never measured: no checkpoint would be the best."""
-    known = {name: None for phase in phases if phase.measured is not None for name in phase.measured.metrics()}
-    if wanted is not None and wanted not in known:
-        fix = f"name one of {', '.join(known)}" if known else "give a phase `evaluation`"
-        raise RecipeError(f"run.keep_best = {wanted!r}: no phase measures that; {fix}, or leave it out")
 
 
 def _uses(phases: list[ReadyPhase]) -> list[Use]:
@@ -273,19 +274,6 @@ def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
         found += LabelSource.of(f"{where}.monitor.path", phase.monitored, label)
         found += LabelSource.of(f"{where}.mixing.data.path", phase.mixed, label)
     return found
-
-
-def _require_one_unit(phases: list[ReadyPhase]) -> None:
-    """Refuses private phases that protect different units: no proof says what their promises come to together."""
-    private = [phase for phase in phases if phase.private]
-    for phase in private[1:]:
-        first, other = (unit_in_words(each.unit) for each in (private[0], phase))
-        if first != other:
-            raise RecipeError(
-                f"phases.{phase.number}.data.unit: phase {phase.name!r} protects {other}, but phase "
-                f"{private[0].name!r} protects {first}, and a run makes one promise; name the same unit in both, or "
-                "train them in two runs"
-            )
 
 
 def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
@@ -314,7 +302,8 @@ def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
     for phase, owner in product(phases, owners):
         if phase.start is None or not owner.private:
             continue
-        known = _all_digests(owner.index) | RunLog.of(owner.index, registry).names()
+        whole = every_ledger_digest(owner.index.whole) if isinstance(owner.index, SplitIndex) else frozenset[str]()
+        known = every_ledger_digest(owner.index) | whole | RunLog.of(owner.index, registry).names()
         if known & phase.start.protected:
             raise RecipeError(
                 f"{phase.start.path} was trained on the private records of phase {owner.name!r}, and what it spent "
@@ -325,12 +314,6 @@ def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
                 f"{phase.start.path} used the records that phase {owner.name!r} protects without noise, or began from "
                 "weights that did; start from other weights"
             )
-
-
-def _all_digests(index: RecordIndex) -> frozenset[str]:
-    """All digests of the records, and of the whole set they are part of."""
-    whole = every_ledger_digest(index.whole) if isinstance(index, SplitIndex) else frozenset[str]()
-    return every_ledger_digest(index) | whole
 
 
 def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
@@ -417,7 +400,9 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
         raise RecipeError(f"{where}.{asked}: {error}") from None
     if phase.epochs is None and phase.until_budget and phase.privacy is not None:
         try:
-            steps = most_steps(plan_request(phase, phase.privacy, records, noise))
+            request = plan_request(phase, phase.privacy, records, noise)
+            one_turn = make_plan(replace(request, steps=request.bands))
+            steps = request.bands * calibrate_steps(one_turn.event(), one_turn.epsilon_budget, one_turn.delta)
         except (PlanError, AdaptiveError, AccountingError) as error:
             raise RecipeError(f"{where}.until_budget: {error}") from None
     return phase.model_copy(update={"steps": steps, "schedule": schedule})

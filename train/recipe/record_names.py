@@ -2,7 +2,7 @@
 has is refused before anything is computed; otherwise every record would be a bad one, and a run would spend its whole
 budget on noise.
 
-The index kept a census of names (data/index/kept_census.py), so no record is read for this. A refusal is public, and
+The index kept a census of names (data/index/census.py), so no record is read for this. A refusal is public, and
 the census of private records is not. So for these a refusal shows no count, names only what many records have, and
 draws the line at a hundredth of them instead of one: who sees refusals does not learn whether some single record has a
 name (docs/proof.md, "What a refusal may say").
@@ -15,13 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from murmuration.data.decode.decode import SUFFIXES
 from murmuration.data.decode.fields import CAPTIONS
-from murmuration.data.index.census import CAPTION
+from murmuration.data.index.census import CAPTION, LONGEST_NAME, Names, names_of
 from murmuration.data.index.folders import FolderIndex
-from murmuration.data.index.kept_census import LONGEST_NAME, Names, names_of
 from murmuration.data.index.open import open_index
 from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.shard_index import ShardIndex
@@ -110,16 +108,13 @@ def require_names(number: int, phase: Phase, find: Callable[[Part], RecordIndex 
                     f"with them; python launch/prepare.py index {part.path} --rescan counts them"
                 )
                 continue
-            _Comparison(part, names, _open_to_all(part, whole, private)).refuse()
+            log = RunLog.of(whole)
+            # Counts may be shown of all records of an index, and so only if none of them is private. Where a set is
+            # cut, the census is that of both parts.
+            cut = part.cut or bool(log.splits())
+            open_to_all = part.public and not cut and whole.folder not in private and log.protecting() is None
+            _Comparison(part, names, open_to_all).refuse()
     return notes
-
-
-def _open_to_all(part: Part, whole: ShardIndex, private: set[Path]) -> bool:
-    """Whether counts may be shown: of all records of an index, and so only if none of them is private. Where a set is
-    cut, the census is that of both parts."""
-    log = RunLog.of(whole)
-    cut = part.cut or bool(log.splits())
-    return part.public and not cut and whole.folder not in private and log.protecting() is None
 
 
 def names_at_hand(number: int, phase: Phase) -> list[str]:

@@ -20,7 +20,7 @@ from murmuration.accounting.certificate.provenance import Provenance, Provenance
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin
 from murmuration.data.store.place import Place, Shard
 from murmuration.model.build import take_encoder
 from murmuration.model.load_report import LoadReport, WeightsError

@@ -24,9 +24,7 @@ from PIL import Image
 
 from murmuration.accounting.escaping import printable, printable_lines
 from murmuration.train.measures.shares import TITLES
-from murmuration.train.storage.bad_records import BadRecordList
-from murmuration.train.storage.public_times import PublicTimes
-from murmuration.train.storage.run_dir import RunDir, end_line, measurements, open_private
+from murmuration.train.storage.run_dir import BadRecordList, PublicTimes, RunDir, end_line, measurements, open_private
 
 if TYPE_CHECKING:
     from murmuration.train.config.phase import Phase
@@ -42,12 +40,6 @@ BAR = 20
 ERASE = "\r\x1b[2K"
 
 
-def on_terminal() -> bool:
-    """Whether somebody watches a terminal that can draw a line again. Under Slurm the output becomes a file
-    even where it looks like a terminal."""
-    return sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
-
-
 def _newer(log: Path, found: dict[str, Any]) -> dict[str, Any]:
     """The same measurements at the last step that the log has of this phase: it is written before the run's state, and
     a kill may fall between them."""
@@ -61,11 +53,6 @@ def title(name: str, objective: str) -> str:
     """A public metric as people read it."""
     plain = TITLES.get(name, name.replace("_", " "))
     return f"zero-shot {plain}" if name in TITLES and objective == "caption" else plain
-
-
-def public_tags(phases: Iterable[Phase]) -> dict[str, str]:
-    """What phases are called on the public board, where no tag may look like a private value: `private/loss`."""
-    return {each.name: "dp" if each.privacy else "without-dp" for each in phases if each.name == "private"}
 
 
 def picture(tag: str, sample: dict[str, str]) -> Any:
@@ -92,8 +79,12 @@ class Board:
         phases: Iterable[Phase] = (),
     ) -> None:
         self._main = main
-        self._live, self._drawn = main and on_terminal(), False
-        self._tags = public_tags(phases)
+        # A terminal that can draw a line again. Under Slurm the output becomes a file even where it looks like a
+        # terminal.
+        terminal = sys.stdout.isatty() and "SLURM_JOB_ID" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+        self._live, self._drawn = main and terminal, False
+        # What phases are called on the public board, where no tag may look like a private value: `private/loss`.
+        self._tags = {each.name: "dp" if each.privacy else "without-dp" for each in phases if each.name == "private"}
         self._run_dir = run_dir
         self.keeps_private = private_curves
         """Whether anything computed on private records without noise is kept, apart from the lists of unusable records;
@@ -186,7 +177,10 @@ class Board:
     def say(self, text: str) -> None:
         """The console is a public sink."""
         if self._main:
-            self._end_bar()
+            # What is said next takes the place of the bar, which comes back below it.
+            if self._drawn:
+                print(ERASE, end="")
+                self._drawn = False
             print(printable_lines(text), flush=True)
 
     def progress(self, line: str, step: int, steps: int) -> None:
@@ -202,12 +196,6 @@ class Board:
         text = "  ".join([f"{'█' * filled}{'░' * (BAR - filled)} {line.strip()}", *shown])
         print(ERASE + printable_lines(text)[: shutil.get_terminal_size().columns - 1], end="", flush=True)
         self._drawn = True
-
-    def _end_bar(self) -> None:
-        """What is said next takes the place of the bar, which comes back below it."""
-        if self._drawn:
-            print(ERASE, end="")
-            self._drawn = False
 
     def close(self) -> None:
         if self._main:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.slot_rows import SlotRows
-from murmuration.data.decode.resize import DECODER
+from murmuration.data.decode.augment import DECODER
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.classifier import Classifier

@@ -40,7 +40,7 @@ from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
-from murmuration.train.optim.schedule import learning_rate
+from murmuration.train.optim.rates import learning_rate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.pixels import IMAGENET, in_words
@@ -49,12 +49,10 @@ from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, select_t
 from murmuration.train.recipe.warm_start import hand_over
 from murmuration.train.run.board import Feed, Pace
 from murmuration.train.run.cached_features import FeatureReader, feature_reader, held_out_features
-from murmuration.train.run.context import RunContext
+from murmuration.train.run.context import Ending, RunContext
 from murmuration.train.run.declare import declare, header, segment_of
-from murmuration.train.run.early_end import Ending
-from murmuration.train.run.public_mixing import MixingEngine
+from murmuration.train.run.public_mixing import MixingEngine, PublicRecords
 from murmuration.train.run.trainer import Spent, Trainer
-from murmuration.train.run.watching import PublicRecords
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.step import Make, PlainStep, Records
 from murmuration.train.storage.checkpoint import Loaded
@@ -129,7 +127,9 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         held_out = held_out_features(run, phase, model)
         engine = make_engine(
             EngineSettings.of(config),
-            PlainForward(model, config.run.precision, compiled=config.run.compile == "blocks"),
+            PlainForward(
+                model, config.run.precision, config.run.compile == "blocks", config.run.gradient_checkpointing
+            ),
             make_optimizer(settings.optimizer, model.named_parameters(), 0.0),
             ranks,
         )  # fmt: skip

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate import certificate
-from murmuration.accounting.certificate.certificate import html_sections
+from murmuration.accounting.certificate import pages
+from murmuration.accounting.certificate.pages import html_sections
+from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import show_delta
+from murmuration.accounting.escaping import html_page, printable
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.template import html_page
 from murmuration.data.store.place import is_url, without_access
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.measures.shares import TITLES
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.context import RunContext
-from murmuration.train.run.report_figures import answers_of, figure
 from murmuration.train.run.report_pictures import samples
 from murmuration.train.storage.certify import Told, finish
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded
 from murmuration.train.storage.run_dir import RunDir, measurements
 from murmuration.train.storage.sibling_runs import RunLog
+
+BLUE, ORANGE, GREY = "#2563a8", "#d9772b", "#8a8f98"
+COLUMNS = 3
+"""Panels side by side, as many as a page is wide."""
+
+PANELS = {
+    "loss": "training loss\n(public records)",
+    "public_loss": "loss on the public\nheld-out set",
+    "lr": "learning rate",
+    "epsilon": "ε spent",
+    "update_snr": "update signal / noise\n(on public batches)",
+}
+
 
 NEXT = [
     ("recompute ε from the ledger", "python launch/account.py verify RUN_DIR"),
@@ -132,7 +148,7 @@ def outcomes(config: Config, curves: dict[str, dict[str, dict[int, float]]]) -> 
 # After the last step: public captions, the certificate, the report, all of them from the durable checkpoint.
 
 
-def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> certificate.Verdict:
+def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> Verdict:
     """On the main rank. What is shown is written with the certificate, while another one could still be signed."""
     config, run_dir, board = run.config, run.folder, run.board
     shown = samples(phases, latest)
@@ -140,7 +156,7 @@ def certified(run: RunContext, phases: list[ReadyPhase], latest: Loaded) -> cert
 
     def publish(document: dict[str, Any]) -> None:
         write_report(run_dir, config, document, shown)
-        told = certificate.markdown(document)
+        told = pages.markdown(document)
         board.certified(told, phases[latest.position.phase].name, latest.position.step, shown)
         # The claim and what it rests on; what it means in plain words is in the files.
         board.say(told.partition("## What this means")[0])
@@ -180,3 +196,80 @@ def _best(config: Config, run_dir: RunDir, journal: Journal, latest: Loaded) -> 
     if not found or (entry := found[max(found)]).manifest_sha256 == latest.digest or entry.manifest_sha256 not in known:
         return []
     return [Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)]
+
+
+def answers_of(phase: Phase, points: dict[str, dict[int, float]]) -> dict[str, tuple[str, float | None]]:
+    """The measured shares of right answers: what people call them, and chance where the config knows the labels."""
+    zero_shot = phase.evaluation.zero_shot if phase.evaluation else None
+    axes = (zero_shot.axes or {}) if zero_shot else {}
+    known = {f"zero_shot_{axis}": (axis, 1 / len(labels)) for axis, labels in axes.items()}
+    others = sorted(name for name in points if name.startswith("zero_shot_") and name not in known)
+    found = known | {name: (name.removeprefix("zero_shot_"), None) for name in others}
+    found |= {name: (title, None) for name, title in TITLES.items()}
+    return {name: answer for name, answer in found.items() if name in points}
+
+
+def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
+    """The phase's panels side by side, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    panels = [name for name in PANELS if name in points]
+    answers = answers_of(phase, points)
+    count = len(panels) + bool(answers)
+    if not count:
+        return ""
+    columns = min(COLUMNS, count)
+    rows = -(-count // columns)
+    # Ids inside the SVG follow from what is drawn, and no date is written: it would say when the run ended.
+    style: Any = {
+        "svg.hashsalt": "murmuration",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.fonttype": "none",
+    }
+    with plt.rc_context(style):
+        drawing, grid = plt.subplots(
+            rows, columns, figsize=(4 * columns, 2.6 * rows), squeeze=False, layout="constrained"
+        )
+        axes = list(grid.flat)
+        for unused in axes[count:]:
+            unused.remove()
+        for axis, name in zip(axes, panels, strict=False):
+            steps, values = zip(*sorted(points[name].items()), strict=True)
+            axis.plot(steps, values, color=BLUE, marker="o" if len(steps) < 30 else None, markersize=3)
+            axis.set(title=PANELS[name], xlabel="step")
+            if name == "epsilon" and phase.privacy is not None:
+                axis.axhline(phase.privacy.epsilon, color=ORANGE, linestyle="--", linewidth=1)
+                axis.set_ylim(0, phase.privacy.epsilon * 1.1)
+                axis.text(min(points[name]), phase.privacy.epsilon * 1.02, "budget", color=ORANGE, fontsize=8)
+            elif name in ("lr", "update_snr"):
+                axis.set_ylim(bottom=0)
+        if answers:
+            _right_answers(axes[count - 1], phase, points, answers)
+        buffer = io.StringIO()
+        drawing.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+        plt.close(drawing)
+    return buffer.getvalue().partition("<svg")[1] + buffer.getvalue().partition("<svg")[2]
+
+
+def _right_answers(
+    axis: Any, phase: Phase, points: dict[str, dict[int, float]], answers: dict[str, tuple[str, float | None]]
+) -> None:  # fmt: skip
+    lines = []
+    for (name, (_, chance)), colour in zip(answers.items(), cycle((BLUE, ORANGE, GREY))):
+        steps, values = zip(*sorted(points[name].items()), strict=True)
+        lines += axis.plot(steps, values, color=colour, marker="o", markersize=3)
+        if chance is not None:
+            axis.axhline(chance, color=colour, linestyle=":", linewidth=1)
+    how = "zero-shot accuracy" if phase.objective == "caption" else "accuracy on the\npublic held-out set"
+    known = any(chance is not None for _, chance in answers.values())
+    axis.set(title=how + ("\n(dotted: chance)" if known else ""), xlabel="step", ylim=(0, 1))
+    # Set as plain text: a legend hides labels that begin with _ and reads what lies between two $ as a formula.
+    legend = axis.legend(lines, [str(number) for number in range(len(lines))], frameon=False, fontsize=8)
+    for text, (label, _) in zip(legend.get_texts(), answers.values(), strict=False):
+        text.set_text(printable(label))
+        text.set_parse_math(False)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.check import check_gradients
-from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
+from murmuration.train.clip.engine import ClipEngine, clipped_totals
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.distributed.ranks import Ranks, by_copy
 from murmuration.train.engines.base import Engine, digests_of, evaluating
@@ -137,7 +137,12 @@ def _sums_are_exact(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks_p
     seconds = max(ranks.gather(_when_idle(engine) - started))
     gradients = Capture(PlainUpdate(batch=1))
     engine.update(gradients, learning_rate=0.0)
-    _all_trained(engine, gradients, ranks)
+    moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
+    reached = set().union(*ranks.gather(moved))
+    declared = set(engine.shapes)
+    if reached != declared:
+        odd = ", ".join(sorted(declared ^ reached)[:3])
+        raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
     _sum_is_the_sum(gradients, expected, ranks_per_copy, ranks)
     return seconds
 
@@ -214,7 +219,10 @@ def _hostile(engine: Engine, clip: ClipEngine, batch: MicroBatch, records: Synth
             continue  # a number that the model does not take
         distance = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
         moves[name] = distance
-        _others_stay(alone, seen, name)
+        for what in ("losses", "norms", "factors"):
+            one, other = getattr(alone, what)[1:], getattr(seen, what)[1:]
+            if not torch.equal(one, other):
+                raise SelfTestError(f"a hostile record ({name}) changed the {what} of other records in its micro-batch")
     for name, distance in moves.items():
         if not distance <= 1.0:
             raise SelfTestError(f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold")
@@ -232,13 +240,6 @@ def _hostile_records(
     beyond = engine.device.type == "cpu" and not engine.partitioned
     for where, inputs in records.at_their_ends(batch.inputs, beyond):
         yield where, inputs, not beyond
-
-
-def _others_stay(before: Clipped, after: Clipped, name: str) -> None:
-    for what in ("losses", "norms", "factors"):
-        one, other = getattr(before, what)[1:], getattr(after, what)[1:]
-        if not torch.equal(one, other):
-            raise SelfTestError(f"a hostile record ({name}) changed the {what} of other records in its micro-batch")
 
 
 def _steps(engine: Engine) -> int:
@@ -273,17 +274,14 @@ def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks:
     parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
     count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
     measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
-    measured *= noise.std / _added_std(noise, len(drawn))
+    # The planned deviation of what the empty steps add: that of single draws, unless draws are combined.
+    steps = len(drawn)
+    facts = [noise.correlation(step) for step in range(1, steps + 1)]
+    measured *= noise.std / math.sqrt(sum((noise.std if fact is None else fact.added) ** 2 for fact in facts) / steps)
     planned = noise.std / clip.rule.sensitivity
     if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
         raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
     return measured
-
-
-def _added_std(noise: Noise, steps: int) -> float:
-    """The planned deviation of what the empty steps add: that of single draws, unless draws are combined."""
-    facts = [noise.correlation(step) for step in range(1, steps + 1)]
-    return math.sqrt(sum((noise.std if fact is None else fact.added) ** 2 for fact in facts) / steps)
 
 
 def _streams_differ(drawn: list[Capture], ranks_per_copy: int, ranks: Ranks) -> None:
@@ -302,17 +300,8 @@ def _streams_differ(drawn: list[Capture], ranks_per_copy: int, ranks: Ranks) -> 
         raise SelfTestError("the same noise was drawn for different elements or steps")
 
 
-def _all_trained(engine: Engine, gradients: Capture, ranks: Ranks) -> None:
-    moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
-    reached = set().union(*ranks.gather(moved))
-    declared = set(engine.shapes)
-    if reached != declared:
-        odd = ", ".join(sorted(declared ^ reached)[:3])
-        raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
-
-
 def _sum_of_clipped(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks: Ranks) -> dict[str, Tensor]:
-    """What one pass in evaluation mode and two as they are must come to, by parameter."""
+    """What one pass in evaluation mode and two as they are must come to, by parameter. Its totals are freed with it."""
     own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
     with evaluating(engine.model):
         first, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)

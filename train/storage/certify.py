@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate import certificate
+from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.certificate.evidence import PENDING
 from murmuration.accounting.certificate.signature import fault_of, signed
-from murmuration.accounting.certificate.statement import uncovered
+from murmuration.accounting.certificate.statement import compose, uncovered
+from murmuration.accounting.certificate.verify import Verdict, verify
 from murmuration.accounting.certificate.weights import list_digest, write_lists
 from murmuration.accounting.keys import destroy, load
 from murmuration.accounting.ledger.chain import Ledger, LedgerError, Lines
@@ -74,7 +75,7 @@ def finish(
     run: OpenRun, logs: Sequence[RunLog], newest: Loaded, told: Callable[[], Told], *,
     others: Callable[[], list[Loaded]] = list, deviations: Sequence[str] = (), keep_key: bool = False,
     audited: bool = False, publish: Callable[[dict[str, Any]], None] = lambda document: None,
-) -> certificate.Verdict:  # fmt: skip
+) -> Verdict:  # fmt: skip
     """On the main rank: certifies the run, destroys its key, and verifies it all from the ledger alone. `others`:
     checkpoints beside the newest one whose weights may be exported. `audited`: an audit follows, which needs the key to
     sign its result. `publish`: shows the certificate, while the key still exists."""
@@ -100,7 +101,7 @@ def finish(
     publish(certify(run.folder, run.writer, logs, describe, lambda: [newest, *others()], deviations))
     if not keep_key and not audited and destroy(run.folder.key):
         run.say("the run key is destroyed: nobody can redraw the noise")
-    return certificate.verify(run.folder.root)
+    return verify(run.folder.root)
 
 
 def _audit_before(run_dir: RunDir, history: History) -> dict[str, Any]:
@@ -130,14 +131,14 @@ def certify(
             # Where a sibling's folder lies is not published.
             "siblings": [{key: value for key, value in other.items() if key != "folder"} for other in siblings],
         }
-        document = certificate.compose(history, entries, extra)
+        document = compose(history, entries, extra)
         if (claimed := document["claim"]["epsilon_claimed"]) is not None and document["claim"]["private"]:
             for log in logs:
                 log.claim(history.run_id, claimed)
             if others := known_runs(siblings):
                 document["composition"] = composed(history, entries, claimed, others)
         document = completed(run_dir, document, kept())
-    certificate.write(document, run_dir.root)
+    pages.write(document, run_dir.root)
     return document
 
 

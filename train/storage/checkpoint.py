@@ -25,16 +25,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from murmuration.accounting.durable import remedy, sync
+from murmuration.accounting.errors import RunError
 from murmuration.accounting.escaping import first_line
+from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 from murmuration.train.distributed.ranks import Ranks, on_all, raised_on_all_ranks
 from murmuration.train.engines.base import Engine
 from murmuration.train.storage.checkpoint_read import FIXED, FORMAT, WEIGHTS, CheckpointError, Loaded, Position, hash_of
-from murmuration.train.storage.public_times import PublicTimes
+from murmuration.train.storage.run_dir import PublicTimes, RunDir
 
 # Which checkpoints stay: the pointer lists them in the order of writing, and retention chooses from that list.
 #
 # Names say nothing about order: after a rollback, an abandoned checkpoint may have a later step than the newest one.
+
+
+__all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Keep", "KeptCheckpoint", "Loaded", "Position", "StorageError"]
+DAMAGED = "damaged-"
 
 
 class PointerError(CheckpointError):
@@ -131,11 +137,6 @@ def _entry(named: dict[str, Any]) -> KeptCheckpoint:
     return KeptCheckpoint(*place, digest, {str(name): float(value) for name, value in public.items()})
 
 
-__all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Keep", "KeptCheckpoint", "Loaded", "Position", "StorageError"]
-
-DAMAGED = "damaged-"
-
-
 class StorageError(OSError):
     """A checkpoint could not be written; the previous one is whole."""
 
@@ -212,7 +213,13 @@ class Checkpoints:
             digest = pending.written
             self.ranks.on_main(lambda: mark(digest))
             return digest
-        outcomes = self.ranks.gather(_outcome(pending.piece))
+        # The piece's name and hash, or its exception, which is not raised here because the other ranks would wait. A
+        # kill is no Exception.
+        try:
+            outcome = pending.piece.result() if pending.piece is not None else None
+        except Exception as error:
+            outcome = error
+        outcomes = self.ranks.gather(outcome)
         errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
         if errors:
             self.ranks.on_main(lambda: shutil.rmtree(pending.temporary, ignore_errors=True))
@@ -397,15 +404,6 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:
         return path.name, hash_of(path)
 
 
-def _outcome(piece: Future[tuple[str, str]] | None) -> tuple[str, str] | Exception | None:
-    """The piece's name and hash, or its exception, which is not raised here because the other ranks would wait. A kill
-    is no Exception."""
-    try:
-        return piece.result() if piece is not None else None
-    except Exception as error:
-        return error
-
-
 def _durably(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     sync(path)
@@ -424,3 +422,20 @@ def _explained(path: Path) -> Iterator[None]:
             f"{path} could not be written ({found.strerror or found}); the checkpoint before it is whole: "
             f"{remedy(found)}, then start the same command again"
         ) from None
+
+
+class NoBestError(RunError, ValueError):
+    """No checkpoint of this run is its best one."""
+
+
+def best_checkpoint(run_dir: RunDir) -> Loaded:
+    history = History.read(run_dir.ledger)[0]
+    if not history.choices:
+        raise NoBestError("the run kept no best checkpoint, since run.keep_best was not set; take the last one")
+    found = Keep(best=history.choices[-1]).best_of(Checkpoints.listed(run_dir.checkpoints))
+    if not found:
+        raise NoBestError(f"no checkpoint has a public metric {history.choices[-1]!r}; take the last one")
+    entry = found[max(found)]
+    if entry.manifest_sha256 not in {mark.digest for mark in history.checkpoints}:
+        raise CheckpointError(f"the ledger does not know {entry.folder}; take the last one")
+    return Loaded.open(run_dir.checkpoints / entry.folder, entry.manifest_sha256)

@@ -57,8 +57,12 @@ def write_deepspeed(loaded: Loaded, out: Path) -> None:
 
 def read_deepspeed(folder: Path) -> dict[str, Tensor]:
     """fp32 weights and buffers by name; `folder` contains DeepSpeed's `latest`, or is the folder of one step."""
-    pointer = folder / "latest"
-    place = folder / _tag(pointer) if pointer.is_file() else folder
+    pointer, place = folder / "latest", folder
+    if pointer.is_file():
+        tag = pointer.read_text(errors="replace").strip()
+        if not tag or tag != Path(tag).name or "\0" in tag:
+            raise LayoutError(f"{pointer} does not name a folder beside it; correct it, or name the folder of one step")
+        place = folder / tag
     models, optimizers = (
         sorted((path for path in place.glob(names) if path.is_file()), key=_rank)
         for names in ("*_model_states.pt", "*_optim_states.pt")
@@ -76,14 +80,6 @@ def read_deepspeed(folder: Path) -> dict[str, Tensor]:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         reason = first_line(error, most=None)
         raise LayoutError(f"{place} is not laid out as a ZeRO checkpoint of DeepSpeed ({reason})") from None
-
-
-def _tag(pointer: Path) -> str:
-    """The folder that the pointer names, which lies beside it."""
-    tag = pointer.read_text(errors="replace").strip()
-    if not tag or tag != Path(tag).name or "\0" in tag:
-        raise LayoutError(f"{pointer} does not name a folder beside it; correct it, or name the folder of one step")
-    return tag
 
 
 def _merged(heads: list[dict[str, Any]], states: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -35,12 +35,11 @@ from murmuration.accounting.ledger.heads import (
     remember,
 )
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.ledger.lines import PublicUse, RecordDigests, Word
-from murmuration.accounting.ledger.warm_start_origin import Origin
+from murmuration.accounting.ledger.lines import Origin, PublicUse, RecordDigests, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import parse, read
 from murmuration.accounting.unit import RECORD
-from murmuration.train.distributed.memory import keep_from_swap
+from murmuration.train.distributed.process import keep_from_swap
 from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
 from murmuration.train.storage.checkpoint_read import ledger_of
@@ -161,14 +160,6 @@ class OpenRun:
         key = load(self.folder.key)
         rewrite(replace(key, head=self.writer.head().as_dict(), order=order), self.folder.key)
 
-    def _forget_before(self, found: Loaded) -> None:
-        """On the main rank: forgets keys up to the last checkpoint, if a kill came between its ledger line and that."""
-        last = self.writer.history.last_checkpoint()
-        if self.secret is not None and last is not None and last.digest == found.digest:
-            for segment in self.writer.history.segments_of(last.phase)[last.segment :]:
-                done = key_chain.forgettable(last.step, self._together_in(last.phase))
-                key_chain.forget(self.folder.key, segment.chain_name, done)
-
     def header(self, phase: int, manifest_digest: str, objective: str) -> dict[str, Any]:
         """What ties a checkpoint to its run: ledger head and length, plan, data. Never a key."""
         ledger, plan = self.writer.ledger, self.writer.history.plans.get(phase)
@@ -200,7 +191,18 @@ class OpenRun:
             # not found again, and noise that is drawn twice must meet the same sum twice.
             reason = f"the checkpoint that phase {name!r} began from is lost, and its steps were opened"
         if reason is None:
-            reason = self._keys_gone(known[-1], done)
+            # Why the segment's keys cannot be used although nothing in the ledger speaks against them; None if they
+            # can. Other keys would draw other numbers under the same name.
+            segment = known[-1]
+            key = load(self.folder.key)
+            before = self._needs_after(segment, done)
+            fault = key_chain.why_unusable(key, segment.chain_name, before, self._opened_in(segment))
+            if fault is not None and self.new_segment is None:
+                raise KeyFileError(
+                    f"{fault}; restore the run key, the ledger and the checkpoints as they last were, or declare "
+                    "--new-segment 'why' (all opened steps stay charged)"
+                )
+            reason = fault
         if known and known[-1].manifest_digest != manifest_digest:
             raise LedgerError(
                 f"the records of phase {name!r} changed since the run began, or the salt.key beside their index did; "
@@ -217,19 +219,6 @@ class OpenRun:
             )
         salt = "debug" if self.key.debug else None
         return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
-
-    def _keys_gone(self, segment: Segment, done: int) -> str | None:
-        """Why the segment's keys cannot be used although nothing in the ledger speaks against them; None if they can.
-        Other keys would draw other numbers under the same name."""
-        key = load(self.folder.key)
-        before = self._needs_after(segment, done)
-        fault = key_chain.why_unusable(key, segment.chain_name, before, self._opened_in(segment))
-        if fault is not None and self.new_segment is None:
-            raise KeyFileError(
-                f"{fault}; restore the run key, the ledger and the checkpoints as they last were, or declare "
-                "--new-segment 'why' (all opened steps stay charged)"
-            )
-        return fault
 
     def _opened_behind(self, phase: int, done: int) -> bool:
         newest = len(self.writer.history.segments_of(phase)) - 1
@@ -334,7 +323,13 @@ class OpenRun:
                 length, head = stored
                 self.writer.admit_checkpoint(loaded.position.phase, loaded.position.step, loaded.digest, length)
                 _require_ledger(self.writer, length, head, loaded.position.folder)
-                self._forget_before(loaded)
+                # On the main rank: forgets keys up to the last checkpoint, if a kill came between its ledger line and
+                # that.
+                last = self.writer.history.last_checkpoint()
+                if self.secret is not None and last is not None and last.digest == loaded.digest:
+                    for segment in self.writer.history.segments_of(last.phase)[last.segment :]:
+                        done = key_chain.forgettable(last.step, self._together_in(last.phase))
+                        key_chain.forget(self.folder.key, segment.chain_name, done)
                 self._continues = loaded.position.phase
 
         ranks.on_main(check)

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from murmuration.accounting.durable import atomic, sync
-from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.keys import KeyFileError, RunKey, load, store
+from murmuration.accounting.strict_json import whole_lines
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config
+import contextlib
+import time
+
+from murmuration.accounting.days import day_of
 
 
 def run_dir_of(config: Config, config_path: Path) -> Path:
@@ -172,3 +176,62 @@ def measurements(log: Path) -> list[Measurement]:
 
 def _number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53
+
+
+class BadRecordList:
+    """One rank's file, in which each record stands once, however often a run is started and killed."""
+
+    def __init__(self, run_dir: RunDir, rank: int) -> None:
+        self._path = run_dir.private_logs / f"bad-records-rank{rank}.jsonl"
+        self._listed: set[tuple[object, object]] | None = None
+
+    def add(self, phase: str, reasons: dict[int, str]) -> None:
+        if not reasons:
+            return
+        if self._listed is None:  # an earlier start met some of them, and may have been killed while it wrote
+            end_line(self._path)
+            self._listed = {(entry.get("phase"), entry.get("record")) for entry in whole_lines(self._path)}
+        new = {record: reason for record, reason in reasons.items() if (phase, record) not in self._listed}
+        if not new:
+            return
+        with open_private(self._path) as file:
+            for record, reason in new.items():
+                file.write(json.dumps({"phase": phase, "record": record, "reason": reason}) + "\n")
+        self._listed |= {(phase, record) for record in new}
+
+
+# Modification times that say nothing about how long private steps took.
+#
+# Files of a run outlive it, and are copied with their times: those of two checkpoints would reveal the pace of the
+# steps between them, which may depend on a single record that is slow to decode. So files get the time at which the
+# run was started, plus one second for each checkpoint since, so that backups that compare times still see that a file
+# changed.
+
+
+class PublicTimes:
+    """One time for everything written until the next checkpoint; it counts checkpoints and reads no clock."""
+
+    def __init__(self, started: int | None = None) -> None:
+        self.started = int(time.time()) if started is None else started
+        self.at = self.started
+
+    @property
+    def day(self) -> str:
+        """The day of the start, in UTC."""
+        return day_of(self.started)
+
+    def advance(self) -> None:
+        self.at += 1
+
+    def stamp(self, *paths: Path) -> None:
+        """Sets the time of these paths. A file system that refuses keeps its own times."""
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.utime(path, (self.at, self.at), follow_symlinks=False)
+
+    def stamp_all(self, folder: Path, but: tuple[str, ...] = ()) -> None:
+        """Sets the time of a folder and everything in it, except for its entries named in `but`, which keep theirs."""
+        for each in folder.iterdir():
+            if each.name not in but:
+                self.stamp(*each.rglob("*"), each)
+        self.stamp(folder)

@@ -27,10 +27,9 @@ from typing import Any, TypeGuard
 
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
-from murmuration.accounting.json_lines import whole_lines
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
-from murmuration.accounting.strict_json import read
+from murmuration.accounting.strict_json import read, whole_lines
 from murmuration.accounting.unit import RECORD
 from murmuration.data.index.public_cut import PublicSplit
 from murmuration.data.index.salt import BESIDE_RECORDS, SALT, folders_of, read_salt, readable_salt
