@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,21 @@ def test_whatever_is_computed_of_one_record_is_given_back_for_all() -> None:
     found = isolated(lambda record: record["x"].softmax(0), {"x": torch.randn(4, 3)}, 4)
     assert torch.equal(found, torch.ones(4, 1, 3)), "a softmax over the batch is one over one record"
     assert torch.equal(isolated(lambda record: torch.ones(2), {"x": torch.randn(4, 3)}, 4), torch.ones(4, 2))
+
+
+def hides_nothing(mask: Tensor) -> Tensor:
+    return torch.zeros(()) if mask.all() else torch.ones(())
+
+
+def test_only_transformers_itself_is_told_that_a_mask_hides_something() -> None:
+    """What it calls, a user's own mask function say, may not branch on data; whoever calls it may."""
+    its = {"__name__": "transformers.masking_utils", "torch": torch, "hides_nothing": hides_nothing}
+    asks = FunctionType(hides_nothing.__code__, its)
+    passes_on = FunctionType((lambda mask: hides_nothing(mask)).__code__, its)
+    masks = {"x": torch.ones(3, 2, dtype=torch.bool)}
+    assert isolated(lambda record: asks(record["x"]), masks, 3).tolist() == [1, 1, 1]
+    with pytest.raises(ClipError, match="branches on what a record holds"):
+        isolated(lambda record: passes_on(record["x"]), masks, 3)
 
 
 # Through the public class, on the data that show the worst: the runs that once had a certificate and were told apart.
