@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from murmuration.accounting.errors import PlanError
 from murmuration.model.build import build
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select
@@ -24,6 +25,7 @@ from murmuration.train.planner.cost import count
 from murmuration.train.self_test.probes import synthetic_batch
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
+from tests.support.own_module import settings_of
 from tests.support.parity_cases import CASES, two_micro_batches
 from tests.support.parity_engines import factor_of, median_norm, rule_of
 from tests.support.planner_world import peak_of
@@ -153,6 +155,35 @@ def test_a_model_without_blocks_is_refused() -> None:
     clip = BookKeepingClip(ClipRule("flat", 1.0, 0.0), checkpointed=True)
     with pytest.raises(ClipError, match="no list of blocks that could be checkpointed; leave gradient_checkpointing"):
         clip.prepare(nn.Linear(2, 2))
+
+
+def test_lists_may_share_a_block() -> None:
+    torch.manual_seed(2)
+    shared = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+    model = nn.Sequential(nn.ModuleDict({name: nn.ModuleList([shared, nn.Linear(5, 5)]) for name in "ab"}))
+
+    def forward(inputs: dict[str, Tensor]) -> Tensor:
+        x = inputs["x"]
+        for blocks in model[0].values():
+            for block in blocks:
+                x = block(x)
+        return x.square().sum(1)
+
+    model.forward = forward
+    inputs, present = {"x": torch.randn(4, 5)}, torch.ones(4, dtype=torch.bool)
+    totals = []
+    for checkpointed in (False, True):
+        clip = BookKeepingClip(rule_of("flat", 1.0), checkpointed=checkpointed)
+        clip.prepare(model)
+        totals.append(clipped_totals(clip, model, inputs, present)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*(each.values() for each in totals), strict=True))
+    assert not any("forward" in vars(part) for part in model[0].modules()), "the model is left as it was"
+
+
+@pytest.mark.parametrize("other", [{"compile": "blocks"}, {"clip_engine": "reference"}])
+def test_the_library_refuses_what_configs_refuse(tmp_path: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="gradient_checkpointing needs blocks"):
+        settings_of(tmp_path, engine="local", computation=Computation(gradient_checkpointing=True, **other))
 
 
 def test_a_training_that_computes_again_is_another_one() -> None:

@@ -25,7 +25,7 @@ def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def checkpointed_blocks(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """To be entered around each forward pass."""
-    if not (blocks := list(repeated_blocks(model))):
+    if not (blocks := list(dict.fromkeys(repeated_blocks(model)))):  # lists may share one
         raise ClipError("the model has no list of blocks that could be checkpointed; leave gradient_checkpointing out")
     return partial(checkpointing, blocks)
 

@@ -92,5 +92,12 @@ class Settings:
                 'compile="blocks" needs whole weights and the book-keeping clip engine; use engine "local", or '
                 '"deepspeed" at a stage below 3, or leave it out'
             )
+        if self.computation.gradient_checkpointing and (
+            self.computation.compile != "off" or self.computation.clip_engine != "book-keeping"
+        ):
+            raise PlanError(
+                "gradient_checkpointing needs blocks that the book-keeping clip engine sees and nobody compiles; leave "
+                "it out, or clip_engine and compile at their defaults"
+            )
         mechanisms = self.privacy.mechanisms | ({"exact"} if self.computation.noise == "exact" else set())
         require_together(mechanisms | ({"keep_key"} if self.keep_key else set()))
