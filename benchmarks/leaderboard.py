@@ -34,6 +34,7 @@ def study(found: Any) -> dict[str, float]:
 
 READ: dict[str, Callable[[Any], dict[str, float]]] = {
     "clip_quick_cpu.json": clip, "studies/mehta_one_step_cifar.json": study,
+    "studies/mehta_epsilon_cifar.json": study,
 }  # fmt: skip
 
 
