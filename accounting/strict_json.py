@@ -6,15 +6,15 @@ integers of 5,000 digits and for deep nesting. No file of ours contains any of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # help texts are shown without it
     from pydantic import ConfigDict, TypeAdapter
-import contextlib
-from pathlib import Path
 
 MOST_DEPTH = 100
 SMALLEST, LARGEST = -(2**63), 2**64 - 1

@@ -21,7 +21,8 @@ from scipy.stats import beta
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from murmuration.contrib.overlap.exclude import DECODED, WINDOWS, Hashes, hamming, overlapping, window_hashes
+from murmuration.contrib.overlap.exclude import Hashes, overlapping
+from murmuration.contrib.overlap.phash import DECODED, WINDOWS, hamming, window_hashes
 from murmuration.data.decode.record import PictureMaker
 from murmuration.data.synthetic.textures import textures
 

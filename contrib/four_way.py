@@ -29,7 +29,8 @@ from murmuration.data.draw.poisson import PoissonSampler
 from murmuration.model.build import build
 from murmuration.model.trainable import select
 from murmuration.train.clip.rule import ClipRule
-from murmuration.train.commands.exit_codes import FROM_THE_START, add_config, complain, guarded, joined, leave
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded, joined, leave
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.core import Computation, clipping_engine

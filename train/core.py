@@ -18,6 +18,7 @@ from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import Draw, DrawnInParts
 from murmuration.data.draw.samplers import make_sampler
+from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
@@ -41,7 +42,6 @@ from murmuration.train.step import PrivateStep, Records, StepLedger
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Run
-from murmuration.train.clip.bookkeeping import HOLD, BookKeepingClip
 
 
 @dataclass(frozen=True)

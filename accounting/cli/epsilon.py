@@ -26,8 +26,6 @@ from murmuration.accounting.sampling import (
 )
 
 SAFE_SPREADS = 8
-
-
 UNKNOWNS = ("sigma", "steps", "batch")
 POINTS = 10
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -23,8 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import numpy as np
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import InputError
+from murmuration.contrib.overlap.phash import DECODED, VERSION, WINDOWS, hamming, window_hashes
 from murmuration.data.batch.shard_reader import ReadOptions, RecordReader, ShardReader, open_source
 from murmuration.data.decode.decode import BadRecord, picture_in
 from murmuration.data.decode.pool import DecodePool
@@ -48,68 +47,13 @@ from murmuration.data.store.place import RecordIndex, ShardError
 #
 # Pictures are decoded as for training, in separate processes: a hostile file costs one record. A record without a
 # usable picture has no hash. Hashes of private records are private (0700): they reveal what the pictures look like.
-#
-# A hash has 64 bits: which of the lowest 8 x 8 cosine frequencies of a picture lie above their median. This is
-# imagehash's pHash, on 32 x 32 pixels of luma. Copies that were re-encoded or resized differ in a few bits, other
-# pictures in about 32. A crop of a few per cent is another picture to it, so windows are hashed as well: all
-# rectangles with 90, 95 or 100 % of the width and of the height, in steps of 2.5 %. The hash of a crop is close to
-# that of the window nearest to it. Whether this is so, and how often a stranger is as close: `benchmarks/overlap.py`.
 
-VERSION = 2
-DECODED = 64  # the side to which pictures are decoded before they are averaged down
-_SIDE, _LOW = 32, 8
-_STEP, _LENGTHS = 1 / 40, (1, 38 / 40, 36 / 40)  # of windows, as shares of a side
-_LUMA = np.array([299, 587, 114], dtype=np.float64) / 1000
 FOLDER = "phash"
 _ABOUT, _HASHES, _STATES = "about.json", "hashes.npy", "states.npy"
 _MISSING, _MADE, _BAD = 0, 1, 2
 _RECORDS_PER_TASK = 128
-Task = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def window_hashes(pixels: np.ndarray) -> np.ndarray:
-    """uint64 [n, WINDOWS] from uint8 [n, 64, 64, 3]; that of the whole picture comes first."""
-    stacked = np.concatenate(_projections())
-    count = len(stacked) // _LOW
-    low = (stacked @ (pixels @ _LUMA) @ stacked.T).reshape(-1, count, _LOW, count, _LOW).swapaxes(2, 3)
-    # Rounded more coarsely than rounding errors: in a flat picture all frequencies but one are 0, on every machine.
-    flat = low.reshape(-1, _LOW * _LOW).round(6)
-    bits = flat > np.median(flat, axis=1, keepdims=True)
-    return np.packbits(bits, axis=1).view(">u8")[:, 0].astype(np.uint64).reshape(-1, WINDOWS)
-
-
-def hamming(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.bitwise_count(one ^ other)
-
-
-@lru_cache(maxsize=1)
-def _cosines() -> np.ndarray:
-    """The first rows of the cosine transform (type II, not normalised, like scipy's default)."""
-    frequency, place = np.arange(_LOW)[:, None], np.arange(_SIDE)[None, :]
-    return 2 * np.cos(np.pi * frequency * (2 * place + 1) / (2 * _SIDE))
-
-
-def _spans() -> list[tuple[float, float]]:
-    """Where windows begin and end along one side; the whole side comes first."""
-    return [(k * _STEP, k * _STEP + long) for long in _LENGTHS for k in range(round((1 - long) / _STEP) + 1)]
-
-
-WINDOWS = len(_spans()) ** 2
 _KINDS = {_HASHES: (np.uint64, (WINDOWS,)), _STATES: (np.uint8, ())}
-
-
-@lru_cache(maxsize=1)
-def _projections() -> list[np.ndarray]:
-    """For each span of a side of 64 pixels: its 8 lowest cosine frequencies after averaging it down to 32 pixels."""
-    found = []
-    for begin, end in _spans():
-        edges = np.linspace(begin * DECODED, end * DECODED, _SIDE + 1)
-        shares = np.zeros((_SIDE, DECODED))
-        for cell, pixel in product(range(_SIDE), range(DECODED)):
-            shared = min(edges[cell + 1], pixel + 1) - max(edges[cell], pixel)
-            shares[cell, pixel] = max(0.0, shared) / (edges[cell + 1] - edges[cell])
-        found.append(_cosines() @ shares)
-    return found
+Task = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -11,29 +11,20 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Literal, NamedTuple
 
 import numpy as np
-from PIL import Image, features
+from PIL import Image
+
+from murmuration.data.decode.resize import resized
 
 AugmentKind = Literal["none", "center", "random_resized_crop", "inception_crop"]
 KINDS: tuple[AugmentKind, ...] = ("none", "center", "random_resized_crop", "inception_crop")
 # The smallest and largest share of the area that a random crop keeps.
 AREAS: dict[AugmentKind, tuple[float, float]] = {"random_resized_crop": (0.2, 1.0), "inception_crop": (0.05, 1.0)}
 RATIO = (3 / 4, 4 / 3)
-try:
-    import cykooz_resizer as simd
-except ImportError:
-    simd = None
-
 # A picture of an extreme shape is not resized as a whole beyond this number of pixels, only the part that is shown.
 MOST_RESIZED = 1 << 24
-DECODER = ", ".join(
-    [f"Pillow {Image.__version__}", f"libjpeg-turbo {features.version_feature('libjpeg_turbo')}"]
-    + ([] if simd is None else [f"cykooz-resizer {version('cykooz-resizer')}"])
-)  # fmt: skip
-"""What makes pixels of bytes, with versions."""
 
 
 class ResizeCrop(NamedTuple):
@@ -179,25 +170,3 @@ def mask_noise(key: bytes, step: int, record: int, patches: int, view: int = 0) 
     raw = hashlib.shake_128(b"mur-mask-noise" + struct.pack("<Q", len(key)) + key + name).digest(4 * patches)
     # 24 bits, the most that float32 holds exactly: a value rounded up to 1.0 would leave the interval.
     return (np.frombuffer(raw, dtype="<u4") >> 8).astype(np.float32) * np.float32(2.0**-24)
-
-
-def resized(image: Image.Image, box: tuple[float, float, float, float], size: tuple[int, int]) -> np.ndarray:
-    """uint8 [height, width, 3] of the box (left, top, right, bottom) of an RGB image, whose sides need not be whole.
-    `size` is (width, height). The part is cut out, then resized by an antialiased cubic filter, as in torchvision's and
-    timm's crops.
-
-    By the SIMD code of fast_image_resize; where there is no wheel of it (Linux on ARM), by Pillow. Each gives the same
-    pixels on every processor; they differ from each other by rounding, so which one it is belongs to what identifies a
-    phase.
-    """
-    left, top = math.floor(box[0]), math.floor(box[1])
-    part = image.crop((left, top, math.ceil(box[2]), math.ceil(box[3])))
-    box = (box[0] - left, box[1] - top, box[2] - left, box[3] - top)
-    if simd is None:
-        return np.asarray(part.resize(size, Image.Resampling.BICUBIC, box=box))
-    source = simd.ImageData(*part.size, simd.PixelType.U8x3, part.tobytes())
-    target = simd.ImageData(*size, simd.PixelType.U8x3)
-    cut = simd.CropBox(box[0], box[1], box[2] - box[0], box[3] - box[1])
-    cubic = simd.ResizeAlg.convolution(simd.FilterType.catmull_rom)
-    simd.Resizer().resize(source, target, simd.ResizeOptions(resize_alg=cubic, crop_box=cut, use_alpha=False))
-    return np.frombuffer(target.get_buffer(), np.uint8).reshape(size[1], size[0], 3)

@@ -30,12 +30,12 @@ from PIL import Image
 
 from murmuration.accounting.durable import remove_left, sync, try_lock
 from murmuration.data.decode import pool
-from murmuration.data.decode.augment import resized
 from murmuration.data.decode.class_list import OF_ROWS, RECEIPT, ClassList
 from murmuration.data.decode.decode import FORMATS, MAX_PIXELS, BadRecord, decode_scaled, parsing
 from murmuration.data.decode.fields import CAPTIONS
 from murmuration.data.decode.pool import DecodePool
 from murmuration.data.decode.record import DataSpec, RecordMaker
+from murmuration.data.decode.resize import resized
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.pack.dicom import Window, as_png, is_dicom
 from murmuration.data.pack.plan import Labels, Plan, Planned, settle

@@ -20,7 +20,7 @@ from torch import Tensor
 from murmuration.data.batch.loader import iterate
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
-from murmuration.data.decode.augment import DECODER
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import EMPTY
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.errors import EvaluationError

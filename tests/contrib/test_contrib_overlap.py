@@ -19,17 +19,8 @@ from webdataset.writer import TarWriter
 
 from murmuration.accounting.errors import InputError
 from murmuration.contrib.overlap.__main__ import main
-from murmuration.contrib.overlap.exclude import (
-    FOLDER,
-    WINDOWS,
-    Hashes,
-    LeakError,
-    exclude_overlaps,
-    hamming,
-    hash_index,
-    overlapping,
-    window_hashes,
-)
+from murmuration.contrib.overlap.exclude import FOLDER, Hashes, LeakError, exclude_overlaps, hash_index, overlapping
+from murmuration.contrib.overlap.phash import WINDOWS, hamming, window_hashes
 from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.decode.record import PictureMaker
 from murmuration.data.index.exclusions import FACTS, IDS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from murmuration.data.decode import augment
+from murmuration.data.decode import resize
 from murmuration.data.decode.augment import View
 
 BOXES = [
@@ -34,23 +34,23 @@ def _alike(one: np.ndarray, other: np.ndarray) -> bool:
 def test_it_is_the_antialiased_cubic_of_torch_and_of_pillow(
     image: Image.Image, box: tuple[float, float, float, float], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = augment.resized(image, box, (size, size))
+    found = resize.resized(image, box, (size, size))
     if all(float(side).is_integer() for side in box):
         left, top, right, bottom = map(int, box)
         part = torch.from_numpy(np.array(image)[top:bottom, left:right]).permute(2, 0, 1)[None]
         theirs = torch.nn.functional.interpolate(part, (size, size), mode="bicubic", antialias=True)
         assert _alike(found, theirs[0].permute(1, 2, 0).numpy())
-    monkeypatch.setattr(augment, "simd", None)
-    assert _alike(found, augment.resized(image, box, (size, size)))
+    monkeypatch.setattr(resize, "simd", None)
+    assert _alike(found, resize.resized(image, box, (size, size)))
     assert (
         View(box, flip=True).render(image, size).tobytes()
-        == augment.resized(image, box, (size, size))[:, ::-1].tobytes()
+        == resize.resized(image, box, (size, size))[:, ::-1].tobytes()
     )
 
 
 @pytest.mark.parametrize("name", ["none", "sse4_1", "avx2"])
 def test_every_processor_gives_the_same_bits(image: Image.Image, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [augment.resized(image, box, (64, 64)).tobytes() for box in BOXES]
+    expected = [resize.resized(image, box, (64, 64)).tobytes() for box in BOXES]
 
     whole = cykooz_resizer.Resizer
 
@@ -60,4 +60,4 @@ def test_every_processor_gives_the_same_bits(image: Image.Image, name: str, monk
         return made
 
     monkeypatch.setattr(cykooz_resizer, "Resizer", limited)
-    assert [augment.resized(image, box, (64, 64)).tobytes() for box in BOXES] == expected
+    assert [resize.resized(image, box, (64, 64)).tobytes() for box in BOXES] == expected

@@ -26,7 +26,7 @@ from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.strict_json import whole_lines
 from murmuration.train.config.root import Config
 from murmuration.train.run.board import Board, Feed, Pace
-from murmuration.train.run.context import measured_before
+from murmuration.train.run.early_end import measured_before
 from murmuration.train.run.report import figure, outcomes, read_curves, write_report
 from murmuration.train.storage.run_dir import PublicTimes, RunDir, open_private
 from tests.support.acc_world import whole_run

@@ -21,6 +21,7 @@ from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY, slots
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.build import build
+from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
@@ -43,6 +44,7 @@ from murmuration.train.storage.feature_store import (
     RowWriter,
     settled,
 )
+from tests.support import features_world
 from tests.support.features_world import (
     DAMAGED,
     LABELS,
@@ -70,6 +72,21 @@ def test_a_clipped_sum_over_features_is_the_one_over_pictures(tmp_path: Path) ->
             sums = [clipped_totals(clip, model, b.inputs, b.present)[0] for b in (over_pictures, over_features)]
             for name, expected in sums[0].items():
                 assert torch.allclose(sums[1][name], expected, atol=1e-6), name
+
+
+@pytest.mark.parametrize("settings", [features_world.SETTINGS, RESNET], ids=["ViT", "ResNet"])
+def test_a_row_is_that_of_its_picture_in_every_bit_whatever_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: ModelSettings
+) -> None:
+    model = build(settings, "classify")
+    select(model, "head")
+    every = np.arange(RECORDS)
+    before = made(tmp_path / "before", alone(), Pictures(), model)[0].fetch(every, 1).batch.inputs["features"]
+    other = features_world.IMAGES.clone()
+    other[5] = 1e4
+    monkeypatch.setattr(features_world, "IMAGES", other)
+    after = made(tmp_path / "after", alone(), Pictures(), model)[0].fetch(every, 1).batch.inputs["features"]
+    assert [int(row) for row in (before != after).any(1).nonzero()] == [5]
 
 
 class Patients:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from murmuration.data.decode.augment import DECODER
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.stream import PLACES, Stream
 from murmuration.data.index.shard_index import build

@@ -22,7 +22,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.train.config.phase import Plateau
 from murmuration.train.distributed import stop as stop_module
 from murmuration.train.distributed.stop import Stopped, StopRequest
-from murmuration.train.run.context import Ending, PlateauRule, asked_for, measured_before
+from murmuration.train.run.early_end import Ending, PlateauRule, asked_for, measured_before
 from tests.support.launching import ROOT, environment
 from tests.support.step_world import step_of
 from tests.support.train_helpers import alone, on_ranks, plan_for

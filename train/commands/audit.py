@@ -7,7 +7,8 @@ import math
 from typing import TYPE_CHECKING
 
 from murmuration.accounting.errors import DONE, REFUTED, RunError
-from murmuration.train.commands.exit_codes import FROM_THE_START, add_config, complain, guarded, joined, leave
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded, joined, leave
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config

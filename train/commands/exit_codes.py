@@ -14,8 +14,6 @@ from murmuration.accounting.escaping import sentence
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config
     from murmuration.train.distributed.ranks import Ranks
-import argparse
-from pathlib import Path
 
 FROM_THE_START = "from the start"
 """For commands that keep nothing of a stopped run."""
@@ -105,11 +103,3 @@ def complain(error: Exception) -> int:
         for line in str(error).splitlines() or [type(error).__name__]:
             print(f"{who}: {sentence(line)}", file=sys.stderr, flush=True)
     return code
-
-
-def add_config(parser: argparse.ArgumentParser, launched: bool = True) -> None:
-    """`launched`: by `deepspeed`, which passes each rank its number as --local_rank unasked."""
-    parser.add_argument("--config", type=Path, required=True, help="one of ds_configs/*.json, or your own")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key; may be repeated")
-    if launched:
-        parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)

@@ -6,7 +6,8 @@ import argparse
 import time
 
 from murmuration.accounting.errors import DONE, RunError
-from murmuration.train.commands.exit_codes import add_config, complain
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exit_codes import complain
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

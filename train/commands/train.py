@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import BUDGET_SPENT, DONE, RunError
-from murmuration.train.commands.exit_codes import add_config, complain_per_machine, guarded, joined, leave
+from murmuration.train.commands.arguments import add_config
+from murmuration.train.commands.exit_codes import complain_per_machine, guarded, joined, leave
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config

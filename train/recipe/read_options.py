@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from murmuration.data.batch.shard_reader import ReadOptions
-from murmuration.data.decode.augment import DECODER
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.node_placement import Placement, place, place_units
 from murmuration.data.draw.stream import StreamEpochs, StreamIndex, lane_placement
 from murmuration.data.index.epochs import Epochs, PublicEpochs

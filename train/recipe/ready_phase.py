@@ -24,8 +24,8 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, unit_in_words
 from murmuration.data.batch.reader import DataSpec
 from murmuration.data.batch.slot_rows import SlotRows
-from murmuration.data.decode.augment import DECODER
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
 from murmuration.data.draw.poisson import StepKey

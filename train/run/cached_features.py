@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.slot_rows import SlotRows
-from murmuration.data.decode.augment import DECODER
+from murmuration.data.decode.resize import DECODER
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 from murmuration.data.store.place import UnreadableError
 from murmuration.model.classifier import Classifier
@@ -178,7 +178,7 @@ def fill(
             if not len(batch.present):
                 return  # could not be read: the next check for a stop ends all ranks
             images = batch.to(ranks.device).inputs["images"]
-            if ranks.device.type == "cpu":  # convolutions take 0.7 of the time
+            if ranks.device.type == "cpu":  # which suits its convolutions
                 images = images.contiguous(memory_format=torch.channels_last)
             with evaluating(model), autocast(precision, ranks.device):
                 features = apart(model.features, images)

@@ -49,8 +49,9 @@ from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, select_t
 from murmuration.train.recipe.warm_start import hand_over
 from murmuration.train.run.board import Feed, Pace
 from murmuration.train.run.cached_features import FeatureReader, feature_reader, held_out_features
-from murmuration.train.run.context import Ending, RunContext
+from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare, header, segment_of
+from murmuration.train.run.early_end import Ending
 from murmuration.train.run.public_mixing import MixingEngine, PublicRecords
 from murmuration.train.run.trainer import Spent, Trainer
 from murmuration.train.self_test.probes import SyntheticRecords

@@ -18,8 +18,9 @@ from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.distributed.watchdog import watch
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
-from murmuration.train.run.context import RunContext, asked_for
+from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare
+from murmuration.train.run.early_end import asked_for
 from murmuration.train.run.phase import train_phase
 from murmuration.train.run.report import NEXT, certified, shown_config
 from murmuration.train.run.witness import Witness

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,20 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from murmuration.accounting.errors import RunError
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
 from murmuration.model.drop import DROP_KEY
 from murmuration.model.record_weight import RECORD_WEIGHT
+from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.base import OptimizerShard
+from murmuration.train.engines.base import Engine, OptimizerShard
 from murmuration.train.noise.update import Update
 
 if TYPE_CHECKING:
     from murmuration.model.settings import Shape
-import gc
 
-from murmuration.accounting.errors import RunError
-from murmuration.train.distributed.ranks import Ranks
-from murmuration.train.engines.base import Engine
 
 SPECIAL = (0, 1, -1, -100)
 """Padding of most tokenizers, of RoBERTa's, missing labels, and labels that PyTorch ignores."""

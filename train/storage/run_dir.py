@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from murmuration.accounting.days import day_of
 from murmuration.accounting.durable import atomic, sync
 from murmuration.accounting.keys import KeyFileError, RunKey, load, store
 from murmuration.accounting.strict_json import whole_lines
 
 if TYPE_CHECKING:
     from murmuration.train.config.root import Config
-import contextlib
-import time
-
-from murmuration.accounting.days import day_of
 
 
 def run_dir_of(config: Config, config_path: Path) -> Path:
