@@ -167,6 +167,9 @@ def synthetic_batch(shape: Shape, objective: str, size: int, seed: int) -> Micro
     return MicroBatch(inputs, torch.ones(size, dtype=torch.bool))
 
 
+# Whether the micro-batch fits into the memory of the device: found before anything is drawn, and by all ranks.
+
+
 class RoomError(RunError, RuntimeError):
     """The device has too little memory for what it was asked to hold."""
 

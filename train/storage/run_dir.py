@@ -178,7 +178,8 @@ def _number(value: object) -> bool:
 
 
 class BadRecordList:
-    """One rank's file, in which each record stands once, however often a run is started and killed."""
+    """One rank's file, in which each record stands once, however often a run is started and killed. Private: that a
+    record is unusable is information about it."""
 
     def __init__(self, run_dir: RunDir, rank: int) -> None:
         self._path = run_dir.private_logs / f"bad-records-rank{rank}.jsonl"
