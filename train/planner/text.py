@@ -23,8 +23,13 @@ def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:
         if phase.time is not None:
             value["time"] |= {"seconds": phase.time.seconds}
         value |= {"batch": phase.batch.mean, "batch_spread": phase.batch.spread}
-        value |= {"days": phase.days, "gpu_hours": phase.gpu_hours(cluster), "reads_per_second": phase.reads_per_second,
-                  "checkpoint_bytes": phase.checkpoint_bytes, "note": _note(phase)}
+        value |= {
+            "days": phase.days,
+            "gpu_hours": phase.gpu_hours(cluster),
+            "reads_per_second": phase.reads_per_second,
+            "checkpoint_bytes": phase.checkpoint_bytes,
+            "note": _note(phase),
+        }
         value |= {"warning": _warning(phase)}
         found.append(value)
     whole = {
