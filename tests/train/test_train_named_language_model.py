@@ -91,6 +91,8 @@ def test_its_losses_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("trainable", ["all", "lora"])
 @pytest.mark.parametrize("kind", ["llama", "llama tied", "gemma2", "mixtral", "gpt2"])
 def test_each_text_is_clipped_by_itself(kind: str, trainable: str, tmp_path: Path) -> None:
+    if kind == "mixtral" and torch.__version__.startswith("2.10."):
+        pytest.skip("its routing asks for a record's memory with this PyTorch, and is refused")
     folder_of(kind, tmp_path)
     if (kind, trainable) == ("gpt2", "lora"):  # its layers are convolutions of transformers
         with pytest.raises(ValueError, match="no linear layer to adapt"):

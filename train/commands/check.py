@@ -58,7 +58,7 @@ def check(config: Config, name: str, wanted: Wanted) -> None:
             continue
         ids = spread(phase.index.records, wanted.most)
         remote = not isinstance(phase.index.locate(0)[0], Path)
-        in_flight = phase.reading.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
+        in_flight = REMOTE_IN_FLIGHT if remote else workers + 2
         reading = ReadOptions(workers, in_flight, phase.reading.timeout_seconds)
         found = look_at(phase, ids, wanted.shown, reading, Progress("looking at", "records"))
         sections.append(Section(title, list(rows_of(phase, found)), found.shown))

@@ -45,12 +45,6 @@ class ReadingSettings(Section):
         ge=0,
         description="Decoding processes per rank; null: the free cores; 0: decodes inside the trainer, not isolated.",
     )
-    in_flight: int | None = Field(
-        default=None,
-        gt=0,
-        description="Records that the trainer reads concurrently (decoding processes read local ones); null: 64 from a "
-        "URL, else workers + 2.",
-    )
     timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one request to a remote store.")
     cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, unencrypted.")
     cache_gib: float = Field(default=100.0, gt=0, description="Largest total size of the cache of a node's ranks.")

@@ -35,7 +35,6 @@ class AdaptiveClip(Section):
         description="Noise on the count of clipped records, in units of the 1/2 that one record adds; null: "
         "expected_batch / 10.",
     )
-    span: float = Field(default=1e4, ge=1, description="C stays between norm / span and norm · span.")
 
 
 class ClipGroup(Section):
@@ -115,9 +114,6 @@ class LossProbes(Section):
         description="Noise on either sum, in units of the bound. At a σ of 1, 10 costs 1 % more noise on gradients.",
     )
     most: float = Field(default=2.0, gt=1, le=10, description="Largest factor by which one probe changes the rate.")
-    span: float = Field(
-        default=1e4, gt=1, description="The learning rate stays between schedule.peak / span and peak · span."
-    )
 
 
 class BandedNoise(Section):
@@ -234,12 +230,12 @@ class Privacy(Section):
 
     def request(self, records: int, steps: int, exact: bool = False) -> PlanRequest:
         """What this asks of a plan for so many records, or units. `exact`: for exact noise."""
-        from murmuration.accounting.make_plan import AdaptiveRequest, PlanRequest  # SciPy takes a second
+        from murmuration.accounting.make_plan import ADAPTIVE_SPAN, AdaptiveRequest, PlanRequest  # SciPy takes a second
 
         adaptive, probes = self.clip.adaptive, self.loss_probes
         if adaptive is not None:
             adaptive = AdaptiveRequest(
-                adaptive.quantile, adaptive.learning_rate, adaptive.span, adaptive.noise_multiplier
+                adaptive.quantile, adaptive.learning_rate, ADAPTIVE_SPAN, adaptive.noise_multiplier
             )
         return PlanRequest(
             records=records, expected_batch=self.expected_batch, steps=steps, epsilon=self.epsilon, delta=self.delta,
