@@ -83,8 +83,8 @@ class Run(Keeping):
     compile: Literal["off", "blocks"] = Field(
         default="off",
         description="blocks: the model's repeated blocks run as compiled code, which can be faster on a GPU, after a "
-        "minute or two at the start (more where blocks differ, as a ResNet's do). Below ZeRO-3. In phases with "
-        "privacy, blocks that cannot be compiled run as written, and logs/private says why; with FSDP2, all do.",
+        "minute or two at the start (more where blocks differ, as a ResNet's do). In phases with privacy, blocks that "
+        "cannot be compiled run as written, and logs/private says why. Phases without privacy need a stage below 3.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -340,15 +340,15 @@ class Config(Section):
         if self.run.compile == "off":
             return self
         public = any(phase.privacy is None for phase in self.phases if phase.trains)
-        if not public and (self.run.engine == "fsdp2" or self.run.clip_engine != "book-keeping"):
+        if not public and self.run.clip_engine != "book-keeping":
             raise ValueError(
-                f'run.compile = "{self.run.compile}": with run.engine = "fsdp2" or another clip engine than '
-                "book-keeping, phases with privacy run as they are written, and all phases here have it; leave it out"
+                f'run.compile = "{self.run.compile}": with another clip engine than book-keeping, phases with privacy '
+                "run as they are written, and all phases here have it; leave it out"
             )
-        if self.run.engine == "deepspeed" and self.zero_optimization.stage == 3:
+        if public and self.run.engine == "deepspeed" and self.zero_optimization.stage == 3:
             raise ValueError(
-                f'run.compile = "{self.run.compile}": ZeRO-3 gathers weights inside the blocks, where compiled code '
-                'cannot run; use another stage, or run.engine = "fsdp2"'
+                f'run.compile = "{self.run.compile}": in phases without privacy, ZeRO-3 gathers weights inside the '
+                'blocks, where compiled code cannot run; use another stage, or run.engine = "fsdp2"'
             )
         if public and (self.model.dropout or self.model.drop_path):
             raise ValueError(
