@@ -154,8 +154,7 @@ class ModelSettings(BaseModel):
     size: Size = Field(default="custom", description="A published size, or custom, by the numbers below.")
     pixels: NamedPixels | PixelSettings | None = Field(
         default=None,
-        description="Statistics that normalise pixels. half: 0.5 and 0.5; null: those of the initial weights, or else "
-        "imagenet.",
+        description="Mean and deviation of pixels. half: 0.5 and 0.5; null: the initial weights', imagenet without any.",
     )
     image_size: int = Field(
         default=224,
