@@ -154,7 +154,7 @@ class ModelSettings(BaseModel):
     size: Size = Field(default="custom", description="A published size, or custom, by the numbers below.")
     pixels: NamedPixels | PixelSettings | None = Field(
         default=None,
-        description="Mean and deviation of pixels. half: 0.5 and 0.5; null: the initial weights', imagenet without any.",
+        description="Mean and deviation of pixels. half: both 0.5; null: the initial weights', imagenet without any.",
     )
     image_size: int = Field(
         default=224,
