@@ -10,10 +10,10 @@ EXACT = 1e-6
 HEAD = """\
 # Encoders by name
 
-{passed} of these {all} encoders of timm can be trained privately ([how to name one](models.md#encoders-by-name)), {stored}
-of them with stored BatchNorm statistics. For {exact:.0%}, our clipped sum differs from plain autograd over single examples
-by a relative 1e-6 at most, in fp64. A number behind a name is the time of a clipped micro-batch over a plain forward
-and backward pass, on one CPU core; it is lower at [real sizes](costs.md).
+{passed} of these {all} encoders of timm can be trained privately ([how to name one](models.md#encoders-by-name)),
+{stored} of them with stored BatchNorm statistics. For {exact:.0%}, our clipped sum differs from plain autograd over
+single examples by a relative 1e-6 at most, in fp64. A number behind a name is the time of a clipped micro-batch over a
+plain forward and backward pass, on one CPU core; it is lower at [real sizes](costs.md).
 
 `{command}` measured this with timm {timm} and torch {torch}, at the smallest sizes that the
 constructors allow. Don't edit this page: `--page` generates it.
