@@ -35,6 +35,7 @@ class Reference:
     def __init__(self, schema: Node) -> None:
         self._schema = schema
         self._titles: dict[str, str] = {}
+        self._told = set[tuple[str, str]]()
         self._name_sections("", schema)
 
     def markdown(self) -> str:
@@ -65,11 +66,19 @@ class Reference:
     def _section(self, title: str, section: Node) -> list[str]:
         required = {*section.get("required", ()), *section.get("else", {}).get("required", ())}
         rows = [
-            "| " + " | ".join((f"`{key}`", self._type(field), _default(field, key in required), _meaning(field))) + " |"
+            f"| `{key}` | {self._type(field)} | {_default(field, key in required)} | {self._meaning(key, field)} |"
             for key, field in section["properties"].items()
         ]
         about = [" ".join(section["description"].split()), ""] if "description" in section else []
         return [f"## {title}", "", *about, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+
+    def _meaning(self, key: str, field: Node) -> str:
+        """Kinds of data share keys, which are explained once."""
+        meaning = field["description"].replace("|", "\\|")
+        if (key, meaning) in self._told and len(meaning) > len("As above.") * 2:
+            return "As above."
+        self._told.add((key, meaning))
+        return meaning
 
     def _type(self, field: Node) -> str:
         if "$ref" in field:
@@ -113,10 +122,6 @@ def _default(field: Node, required: bool) -> str:
         return "required"
     # A section's default is made of the defaults of its keys, which have a table of their own.
     return "–" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
-
-
-def _meaning(field: Node) -> str:
-    return field["description"].replace("|", "\\|")
 
 
 def main() -> None:
