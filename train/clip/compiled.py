@@ -206,9 +206,9 @@ class CompiledBlocks:
                 )
 
         masks = [] if keys is None else [drops.kept(keys, *each) for each in code.masks]
-        own = list(held.values())
-        tensors = (*inputs, *masks, code.scales, *(x.detach() for x in own))
-        outs = [enter(changeable(x)) for x in _Run.apply(tracker.anchor, code, tell, own, *tensors)]  # pyright: ignore
+        weights = list(held.values())
+        tensors = (*inputs, *masks, code.scales, *(x.detach() for x in weights))
+        outs = [enter(changeable(x)) for x in _Run.apply(tracker.anchor, code, tell, weights, *tensors)]  # pyright: ignore
         for out in outs:
             out.of_pass = tracker  # pyright: ignore[reportAttributeAccessIssue]
         return pytree.tree_unflatten(outs, code.form)
@@ -384,7 +384,8 @@ def divided(
         if node.all_input_nodes and of_lent.issuperset(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             of_lent.add(node)
-    forward, backward = partition_fn(recorded, like, num_fwd_outputs=outputs)
+    parts: Any = partition_fn(recorded, like, num_fwd_outputs=outputs)
+    forward, backward = parts
     kept = forward.graph.output_node().args[0][outputs:]
     if [node.name for node in backward.graph.find_nodes(op="placeholder")][:-outputs] != [node.name for node in kept]:
         raise NotCompiled("its backward code asks for other tensors than its forward code keeps")
