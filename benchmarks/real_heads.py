@@ -2,13 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --out benchmarks/results/real_heads.json
     OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --epochs --out benchmarks/results/real_epochs.json
+    OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --ablations \\
+        --out benchmarks/results/real_ablations.json
 
 TRAIN and TEST are the folders in which runs of the study keep the features of the private and of the held-out records.
 Nothing of the trainer runs here: the noise of a single Gaussian step is solved from its closed form, drawn by NumPy,
 and added to sums that NumPy makes. So the private numbers must be the study's, within their scatter. The last rows are
 the best heads that scikit-learn finds without noise. `--epochs`: ten epochs in Poisson batches, as in
-`mehta_batch.json`, with the noise that dp-accounting finds. `--grid` prints the head in one pass for other shares of
-its sums and other ridges, by one draw of noise each.
+`mehta_batch.json`, with the noise that dp-accounting finds; `--ablations`: those of `mehta_ablations.json`. `--grid`
+prints the head in one pass for other shares of its sums and other ridges, by one draw of noise each.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ STEPS, PEAK, MOMENTUM, NORM = 60, 0.67, 0.9, 4.3
 """As in ds_configs/studies/cifar10_descent.json."""
 EPOCHS, RATES = 10, {("momentum", 1250): 0.1, ("momentum", 5000): 0.5, ("Adam", 5000): 0.015}
 """As in mehta_batch.json at size cifar."""
+ABLATIONS: dict[str, dict[str, float]] = {
+    "LAMB": {}, "LeCun head": {"scale": 1.0}, "1 epoch": {"epochs": 1}, "C = 17": {"norm": 17.0}, "C = 1": {"norm": 1.0}
+}  # fmt: skip
+"""What each arm of mehta_ablations.json changes at size cifar."""
 RIDGES = (0.125, 0.25, 0.5, 1.0)
 
 
@@ -41,6 +47,7 @@ def main() -> None:
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 1.0, 8.0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", action="store_true")
+    parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -71,6 +78,16 @@ def main() -> None:
                 top_1(*in_batches(features, labels, optimizer, batch, peak, sigma, seed)) for seed in range(given.seeds)
             ]
             note(f"{optimizer}, {batch}", 1.0, found)
+        return save()
+    if given.ablations:
+        for arm, changed in ABLATIONS.items():
+            steps = int(changed.get("epochs", EPOCHS)) * len(features) // 5000
+            sigma = sigma_of_draws(1.0, 5000 / len(features), steps)
+
+            def once(seed: int, sigma: float = sigma, changed: dict[str, float] = changed) -> float:
+                return top_1(*in_batches(features, labels, "LAMB", 5000, 0.05, sigma, seed, **changed))
+
+            note(arm, 1.0, [once(seed) for seed in range(given.seeds)])
         return save()
     heads: dict[str, Callable[[float, int], float]] = {
         "60 steps, momentum": lambda e, seed: top_1(*descent(features, labels, sigma_of(e), seed)),
@@ -139,29 +156,35 @@ def sigma_of_draws(epsilon: float, rate: float, steps: int) -> float:
 
 
 def in_batches(
-    features: np.ndarray, labels: np.ndarray, optimizer: str, batch: int, peak: float, sigma: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax regression from zero, each record drawn with probability batch/n: momentum falls by a cosine, Adam
-    linearly."""
+    features: np.ndarray, labels: np.ndarray, optimizer: str, batch: int, peak: float, sigma: float, seed: int,
+    epochs: float = EPOCHS, norm: float = NORM, scale: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Softmax regression, each record drawn with probability batch/n: momentum falls by a cosine, Adam and LAMB
+    linearly. The weights start as N(0, scale²/inputs)."""
     chance, inputs = np.random.default_rng(seed), np.hstack([features, np.ones((len(features), 1), np.float32)])
     right, lengths = np.eye(CLASSES, dtype=np.float32)[labels], np.linalg.norm(inputs, axis=1)
-    steps = EPOCHS * len(features) // batch
+    steps = int(epochs) * len(features) // batch
     weight = np.zeros((CLASSES, inputs.shape[1]), np.float32)
+    if scale:
+        weight[:, :-1] = scale / math.sqrt(features.shape[1]) * chance.standard_normal((CLASSES, features.shape[1]))
     first, second = np.zeros_like(weight), np.zeros_like(weight)
     for step in range(steps):
         mine = np.flatnonzero(chance.random(len(features)) < batch / len(features))
         errors = softmax(inputs[mine] @ weight.T, axis=1) - right[mine]
         norms = np.linalg.norm(errors, axis=1) * lengths[mine]
-        errors *= np.minimum(1, NORM / np.maximum(norms, 1e-12))[:, None]
-        total = errors.T @ inputs[mine] + sigma * NORM * chance.standard_normal(weight.shape).astype(np.float32)
+        errors *= np.minimum(1, norm / np.maximum(norms, 1e-12))[:, None]
+        total = errors.T @ inputs[mine] + sigma * norm * chance.standard_normal(weight.shape).astype(np.float32)
         mean = total / batch
         if optimizer == "momentum":
             first = MOMENTUM * first + mean
             weight -= peak * 0.5 * (1 + math.cos(math.pi * step / steps)) * first
-        else:
-            first, second = 0.9 * first + 0.1 * mean, 0.999 * second + 0.001 * mean**2
-            size = np.sqrt(second / (1 - 0.999 ** (step + 1))) + 1e-8
-            weight -= peak * (1 - step / steps) * first / (1 - 0.9 ** (step + 1)) / size
+            continue
+        first, second = 0.9 * first + 0.1 * mean, 0.999 * second + 0.001 * mean**2
+        size = np.sqrt(second / (1 - 0.999 ** (step + 1))) + 1e-8
+        move = first / (1 - 0.9 ** (step + 1)) / size
+        if optimizer == "LAMB" and weight[:, :-1].any():  # the bias, the last column, has no trust ratio
+            move[:, :-1] *= np.linalg.norm(weight[:, :-1]) / np.linalg.norm(move[:, :-1])
+        weight -= peak * (1 - step / steps) * move
     return weight[:, :-1], weight[:, -1]
 
 

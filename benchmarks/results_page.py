@@ -30,7 +30,6 @@ def page() -> str:
 
 def section(told: dict[str, Any], name: str) -> str:
     found = told["study"]
-    labels, runs = list(found["rows"][0]["measures"]), {row["runs"] for row in found["rows"]}
     assert not found["failed"] and not found["missing"], f"{name} is not whole"
     return f"""
 ## {found["title"]}
@@ -39,11 +38,7 @@ def section(told: dict[str, Any], name: str) -> str:
 
     {told["command"]}
 
-{labels[0] if found["axis"] else "Means"}, {" or ".join(map(str, sorted(runs)))} runs each:
-
-{chr(10).join("| " + " | ".join(row) + " |" for row in table(found, labels))}
-
-![{found["title"]}](../benchmarks/results/studies/{name}.png)
+{tables(found)}![{found["title"]}](../benchmarks/results/studies/{name}.png)
 
 {cost(found["cost"])}
 {told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
@@ -52,16 +47,30 @@ def section(told: dict[str, Any], name: str) -> str:
 """
 
 
-def table(found: dict[str, Any], labels: list[str]) -> list[list[str]]:
-    """By value and arm, the first measure; without an axis by arm and measure."""
-    if found["axis"] is None:
-        rows = [[row["arm"], *(cell(row["measures"][label]) for label in labels)] for row in found["rows"]]
-        return [["", *labels], ["---"] * (1 + len(labels)), *rows]
+def tables(found: dict[str, Any]) -> str:
+    """With an axis one table for each measure, without an axis one for all."""
+    labels, runs = list(found["rows"][0]["measures"]), {row["runs"] for row in found["rows"]}
+    shown = [("Means", by_arm(found, labels))]
+    if found["axis"] is not None:
+        shown = [(label, by_value(found, label)) for label in labels]
+    text = ""
+    for title, rows in shown:
+        lines = "".join("| " + " | ".join(row) + " |\n" for row in rows)
+        text += f"{title}, {' or '.join(map(str, sorted(runs)))} runs each:\n\n{lines}\n"
+    return text
+
+
+def by_value(found: dict[str, Any], label: str) -> list[list[str]]:
     places = list(dict.fromkeys(row["place"] for row in found["rows"]))
     arms = list(dict.fromkeys(row["arm"] for row in found["rows"]))
-    cells = {(row["arm"], row["place"]): row["measures"][labels[0]] for row in found["rows"]}
+    cells = {(row["arm"], row["place"]): row["measures"][label] for row in found["rows"]}
     rows = [[f"{place:g}", *(cell(cells.get((arm, place))) for arm in arms)] for place in places]
     return [[found["axis"]["label"], *arms], ["---"] * (1 + len(arms)), *rows]
+
+
+def by_arm(found: dict[str, Any], labels: list[str]) -> list[list[str]]:
+    rows = [[row["arm"], *(cell(row["measures"][label]) for label in labels)] for row in found["rows"]]
+    return [["", *labels], ["---"] * (1 + len(labels)), *rows]
 
 
 def cost(of: dict[str, Any]) -> str:

@@ -40,7 +40,8 @@ def test_numpy_and_scikit_learn_found_what_the_page_says_and_the_study_within_it
     study = json.loads((ROOT / "benchmarks" / "results" / "studies" / "mehta_one_step_cifar.json").read_text())["study"]
     ours = {(row["arm"], row["place"]): row["measures"]["top-1"] for row in study["rows"]}
     told = [
-        float(number) for number in re.findall(r"0\.\d{3}\b", PAGE.partition("computed again")[2].partition("\n## ")[0])
+        float(number)
+        for number in re.findall(r"0\.\d{3}\b", PAGE.partition("were computed again")[2].partition("\n## ")[0])
     ]
     for row in again:
         assert row["head"] == "ridge, 1" or any(abs(number - row["top_1"]) < 6e-4 for number in told), row
@@ -56,6 +57,17 @@ def test_numpy_with_the_noise_of_dp_accounting_found_ten_epochs_within_the_scatt
     ours = {f"{row['arm']}, {row['place']}": row["measures"]["top-1"] for row in study["rows"]}
     again = json.loads((results / "real_epochs.json").read_text())
     assert len(again) == 3
+    for row in again:
+        mine = ours[row["head"]]
+        assert mine["value"] == pytest.approx(row["top_1"], abs=3 * math.hypot(mine["sd"], row["sd"]) + 1e-3)
+
+
+def test_numpy_with_the_noise_of_dp_accounting_found_the_ablations_within_their_scatter() -> None:
+    results = ROOT / "benchmarks" / "results"
+    study = json.loads((results / "studies" / "mehta_ablations_cifar.json").read_text())["study"]
+    ours = {row["arm"]: row["measures"]["top-1"] for row in study["rows"]}
+    again = json.loads((results / "real_ablations.json").read_text())
+    assert len(again) == 5
     for row in again:
         mine = ours[row["head"]]
         assert mine["value"] == pytest.approx(row["top_1"], abs=3 * math.hypot(mine["sd"], row["sd"]) + 1e-3)

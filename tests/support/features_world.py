@@ -84,14 +84,15 @@ def made(
     stop: Stop | None = None,
     said: Any = None,
     bad: Any = None,
+    micro_batch: int = 4,
 ) -> tuple[FeatureReader, Pictures, Any]:
-    """Features as a phase makes them, in micro-batches of 4."""
+    """Features as a phase makes them."""
     model = model or head_only()
     digest, spec, precision = OF
     board = SimpleNamespace(say=said or (lambda text: None), bad_records=bad or (lambda *told: None))
     run: Any = SimpleNamespace(
         ranks=ranks, stop=stop or Stop(), board=board, contents=lambda phase: {"data": digest},
-        config=SimpleNamespace(run=SimpleNamespace(precision=precision), micro_batch=4),
+        config=SimpleNamespace(run=SimpleNamespace(precision=precision), micro_batch=micro_batch),
     )  # fmt: skip
     phase: Any = SimpleNamespace(
         name="head", data_spec=lambda augment: spec, index=SimpleNamespace(records=RECORDS),

@@ -33,7 +33,7 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.optim.choose import make_optimizer
 from murmuration.train.run import cached_features
-from murmuration.train.run.cached_features import FeatureReader, apart, identity_of
+from murmuration.train.run.cached_features import FeatureReader, apart, identity_of, pictures_at_once
 from murmuration.train.storage.feature_store import (
     ABSENT,
     BAD,
@@ -58,6 +58,16 @@ from tests.support.features_world import (
     made,
 )
 from tests.support.train_helpers import alone, on_ranks
+
+
+def test_small_pictures_go_through_the_body_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, together = head_only(), list[int]()
+    whole = model.features
+    monkeypatch.setattr(model, "features", lambda images: (together.append(len(images)), whole(images))[1])
+    made(tmp_path, alone(), Pictures(), model, micro_batch=20)
+    assert together == [20, 3]
+    assert [pictures_at_once(side, "cpu") for side in (448, 224, 112, 32)] == [4, 4, 16, 196]
+    assert pictures_at_once(32, "cuda") == 128
 
 
 def test_a_clipped_sum_over_features_is_the_one_over_pictures(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from murmuration.train.step import until_unreadable
 from murmuration.train.storage.feature_store import BAD, PRESENT, FeatureFolder, FeatureRows, RowWriter, settled
 
 MOST_AT_ONCE = {"cpu": 4, "cuda": 128}
-"""Pictures that go through the body at once: a head's micro-batch may be thousands of records, too many for it. On a
-processor, activations of few pictures stay in its caches."""
+"""Pictures of 224 pixels that go through the body at once: a head's micro-batch may be thousands of records, too many
+for it. On a processor, activations of few pictures stay in its caches."""
 ENDING = (OSError, RecipeError)
 """Errors that end all ranks with one sentence: a full disk, a folder that another run is filling."""
 
@@ -146,13 +146,19 @@ def _stored(
         )
         if some:
             with closing(on_all(ranks, lambda: RowWriter(folder), *ENDING)) as writer:
-                at_once = min(run.config.micro_batch, MOST_AT_ONCE[ranks.device.type])
+                at_once = min(run.config.micro_batch, pictures_at_once(spec.image_size, ranks.device.type))
 
                 def said(done: int, of: int) -> None:
                     run.board.progress(f"features {done:,} of {of:,}", done, of)
 
                 fill(writer, model, reader, missing, ids, at_once, ranks, precision, run.stop, said)
         return on_all(ranks, folder.rows, *ENDING)
+
+
+def pictures_at_once(side: int, device: str) -> int:
+    """On a processor more of them, the smaller they are: then calls cost more than products."""
+    most = MOST_AT_ONCE[device]
+    return most if device != "cpu" else max(most, most * 224**2 // side**2)
 
 
 @torch.no_grad()
