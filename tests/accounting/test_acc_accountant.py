@@ -10,7 +10,7 @@ from pathlib import Path
 import mpmath
 import pytest
 
-from murmuration.accounting.epsilon import gaussian
+from murmuration.accounting.epsilon import accountant, gaussian
 from murmuration.accounting.epsilon.accountant import (
     MARGIN,
     delta_at,
@@ -43,6 +43,13 @@ def test_where_nothing_was_released_nothing_is_lost(events: list[Event]) -> None
     assert epsilon(events, 1e-5) == 0.0 == epsilon(events, 1e-5, "rdp")
     assert epsilon_below(events, 1e-5) == 0.0
     assert deltas_at(events, [0.0, 1.0], 1e-5) == [0.0, 0.0] and delta_at(events, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("found", [math.nan, math.inf, -1e-9])
+def test_a_number_that_is_no_epsilon_is_refused(found: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accountant, "_pld_epsilon", lambda *_: found)
+    with pytest.raises(AccountingError, match="pld accountant did not converge"):
+        epsilon([Event(0.1, 1.0, 1)], 1e-5)
 
 
 def test_the_edges_of_what_can_be_accounted_are_inside() -> None:

@@ -233,6 +233,11 @@ def test_steps_so_few_that_single_ones_matter_keep_a_bound() -> None:
     assert below is not None and below < value < 0.05
 
 
+def test_a_refined_bound_is_never_below_0() -> None:
+    present, _ = accountant._compositions([Event(0.01, 1.0, 1)], 1e-2)
+    assert present.refined(1.0, 0.5) == 0.0
+
+
 @pytest.mark.parametrize("spreads", [-4.0, -1.0, 0.0, 2.0])
 def test_what_the_sum_counts_besides_delta_is_within_its_bound(spreads: float) -> None:
     """Far below the mean it is far more than 1; there a lower bound must subtract all of it."""

@@ -33,7 +33,7 @@ from tests.support.acc_world import PLAN
 NAN, INF = math.nan, math.inf
 ONE = [Event(0.1, 1.0, 1)]
 CAPPED = [Event(0.1, 1.0, 3, cap=20, records=100)]
-EPOCHS = [Event(1 / 4, 1.0, 2, slots=4)]
+EPOCHS = [Event(1 / 2, 1.0, 2, slots=2)]
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
 LOSS = PlannedMetric("loss", 2.0, 80.0)
 ACCURACY = HeldOutAccuracy("accuracy", 1.0, 5.0, 0.25)
@@ -87,6 +87,8 @@ ROWS: list[Row] = [
     *each("delta at epsilon", lambda value: deltas_at([Event(1.0, 1.0, 1)], [1.0, value], 1e-5), AccountingError,
           "epsilon must be finite", -1e-9, NAN, INF),
     ("a small delta", lambda: epsilon(ONE, 1e-38), NotConverged, "too small"),
+    ("a small delta and a cap", lambda: epsilon([replace(CAPPED[0], count=1000)], 2e-10), NotConverged,
+     "too small for PLD accounting: 2.22e-13 of it"),
     ("what rounding moved", lambda: epsilon([Event(1e-6, 0.7, 10**7)], 1e-15), NotConverged, "rounding"),
     ("no noise to speak of", lambda: epsilon([Event(0.5, 1e-3, 2)], 1e-6), AccountingError, "use more noise"),
     ("many steps of little noise", lambda: epsilon([Event(0.5, 1e-4, 1000)], 1e-6), AccountingError,
@@ -94,7 +96,8 @@ ROWS: list[Row] = [
     ("no finite epsilon", lambda: gaussian_epsilon(1e-5, 1e-6), AccountingError,
      r"^no finite epsilon for sigma = 1e-05 at delta = 1e-06; use more noise or a larger delta$"),
     ("rdp of a cap", lambda: epsilon(CAPPED, 1e-5, "rdp"), AccountingError, "capped batch"),
-    ("a group of none", lambda: group_epsilon(ONE, 1e-6, 0), AccountingError, "at least 1 record"),
+    *each("a group of", lambda records: group_epsilon([Event(1.0, 1.0, 1)], 1e-6, records), AccountingError,
+          "at least 1 record", 0, -1),
     ("a group and a cap", lambda: group_epsilon(CAPPED, 1e-6, 2), AccountingError, "capped batches"),
     ("replacement and a cap", lambda: replacement_epsilon(CAPPED, 1e-6), AccountingError, "capped batches"),
     ("opacus and a cap", lambda: opacus_epsilon([*ONE, *CAPPED], 1e-5, timeout=1e-9), AccountingError,
@@ -104,13 +107,14 @@ ROWS: list[Row] = [
     ("rdp of an allocation", lambda: epsilon(EPOCHS, 1e-5, "rdp"), AccountingError, "random allocation"),
     ("groups of an allocation", lambda: group_epsilon(EPOCHS, 1e-5, 2), AccountingError, "random allocation"),
     ("replacement in an allocation", lambda: replacement_epsilon(EPOCHS, 1e-5), AccountingError, "random allocation"),
-    ("opacus of an allocation", lambda: opacus_epsilon([Event(1 / 2, 1.0, 2, slots=2)], 1e-5),
-     AccountingError, "random allocation"),
+    ("opacus of an allocation", lambda: opacus_epsilon(EPOCHS, 1e-5), AccountingError, "random allocation"),
     ("an allocation to many steps", lambda: epsilon([Event(2**-21, 1.0, 1, slots=2**21)], 1e-5), AccountingError,
      "steps, not 2097152"),
     *each("sigma for", lambda target: calibrate_sigma(Event(0.1, 1.0, 1), target, 1e-6), AccountingError,
           "finite and positive", 0.0, -1.0, NAN, INF),
     ("steps that are too dear", lambda: calibrate_steps(Event(0.5, 0.5, 1), 0.1, 1e-6), AccountingError,
+     "single step passes"),
+    ("steps whose epsilon nobody knows", lambda: calibrate_steps(Event(0.5, 1.0, 1), 8.0, 1e-38), AccountingError,
      "single step passes"),
     ("a batch that is too dear", lambda: calibrate_batch(10, 0.5, 3, 0.1, 1e-6), AccountingError, "batch of 1 passes"),
     *each("runs", tuned, AccountingError, "mean number of tuning runs must be at least 1, but is", {"mean": 0.99},
