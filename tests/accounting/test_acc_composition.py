@@ -336,6 +336,12 @@ def test_what_a_step_loses_for_certain_is_added_as_often_as_the_step_is_made(wha
         assert better.deltas([worse.epsilon(delta)])[0] <= delta - 0.8 * 20e-7
 
 
+def test_an_answer_that_does_not_keep_its_target_is_refused() -> None:
+    window = _Window(Composition((upper(0.05, 0.8, 1e-3)[0],), (20,)), 5.0, SPREADS)
+    with pytest.raises(NotConverged, match="spread too far"):
+        window._solve(-1e-9)
+
+
 def test_deltas_that_are_asked_for_together_are_as_close_as_each_alone() -> None:
     """However far apart they lie: a window about one of them says little of a far one."""
     events, asked = [Event(0.05, 0.8, 20)], [9.0, 0.0, 5.0, 2.0, 2.1]

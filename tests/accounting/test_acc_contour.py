@@ -204,6 +204,13 @@ def test_behind_each_look_the_terms_are_as_small_as_its_bound_until_the_next() -
         assert min(decay(float(t)) for t in np.linspace(look, following, 20)) >= 0.5 * decay(look) * (1 - 1e-9)
 
 
+def test_a_delta_that_no_epsilon_near_the_sum_has_is_refused() -> None:
+    parts, line, value = line_of(1e-4, 1.0, 50_000, 1e-8)
+    assert line.epsilon(1e-8) <= value and parts.lost > 1e-13
+    with pytest.raises(NotConverged, match=r"no epsilon near .* has delta = 1e-13"):
+        line.epsilon(1e-13)
+
+
 def test_the_largest_losses_are_charged_as_infinite() -> None:
     whole = dots(1e-3, 1.0)[0]
     cut = whole.cut(1e-9)

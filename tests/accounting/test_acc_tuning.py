@@ -11,9 +11,9 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from murmuration.accounting.epsilon import tuning
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
-from murmuration.accounting.epsilon import tuning
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
 from murmuration.accounting.event import Event
 from tests.accounting.test_acc_cli import answer, here

@@ -16,7 +16,6 @@ from tests.mutation.places import why_skipped
 from tests.mutation.settings import Group, groups, raw
 from tests.mutation.tree import WORK
 
-
 REFUSAL = "statements/DeleteRaise"
 
 
