@@ -232,6 +232,8 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
     [
         ("compare --n 10 --batch 4", 2, "compare needs --steps, --epsilon"),
         ("compare --n 10 --batch 40 --steps 4 --epsilon 1", 2, "expected_batch must lie"),
+        ("compare --n 10 --batch 4 --steps 0 --epsilon 1", 2, "must be at least 1, but are 10 and 0"),
+        ("compare --n 0 --batch 4 --steps 1 --epsilon 1", 2, "must be at least 1, but are 0 and 1"),
         ("compare --n 10 --batch 4 --steps 4 --epsilon 1 --phase p", 2, "give that, too"),
         ("verify /nowhere", 5, "there is no ledger"),
         ("explain", 2, "explain needs a RUN_DIR"),
@@ -250,6 +252,8 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
         ("epsilon --n 100 --batch 40 --steps 4 --sigma 1 --bands 3", 2, "use at most 2 bands"),
         (f"epsilon {SMALL} --sigma 1 --bands 2 --cap 50", 2, "plain Poisson samples alone"),
         (f"epsilon {SMALL} --sigma 1 --sampling shuffled --bands 2", 2, "leave --bands out"),
+        (f"epsilon {SMALL} --sigma 1 --sampling shuffled --cap 50", 2, "shuffled takes no --cap"),
+        (f"epsilon {SMALL} --sigma 1 --sampling shuffled --best-of 3", 2, "shuffled takes no --cap"),
         ("plan --n 100 --batch 40 --steps 4 --epsilon 1 --sampling allocation", 2, "a whole number of times"),
         ("calibrate --n 100 --batch 40 --sigma 1 --epsilon 1 --sampling allocation", 2, "a whole number of times"),
         ("calibrate --n 100 --steps 40 --sigma .2 --epsilon 1 --sampling allocation", 2, "even one epoch"),

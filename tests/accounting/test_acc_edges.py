@@ -398,7 +398,8 @@ def test_numbers_are_printed_too_and_as_json_where_that_is_asked_for(tmp_path: P
 
 def test_scripts_may_rely_on_the_exit_codes() -> None:
     found = (errors.DONE, errors.BAD_INPUT, errors.BUDGET_SPENT, errors.SELF_TEST_FAILED, errors.REFUSED)
-    assert (*found, errors.REFUTED, errors.RESUME_ME) == (0, 2, 3, 4, 5, 6, 75)
+    later = errors.REFUTED, errors.NOT_ALL_CHECKED, errors.NOT_STRICT, errors.RESUME_ME
+    assert (*found, *later) == (0, 2, 3, 4, 5, 6, 7, 8, 75)
     assert (errors.RunError.exit_code, LedgerError.exit_code, BudgetSpent.exit_code) == (2, 5, 3)
 
 

@@ -94,6 +94,17 @@ def test_a_well_chained_line_of_nonsense_is_refused_with_its_line(tmp_path: Path
         History.of(parsed(content))
 
 
+@pytest.mark.parametrize("step", [2, 3, 9])
+def test_a_commit_of_a_step_that_is_not_open_is_refused(tmp_path: Path, step: int) -> None:
+    """One that was committed before, or never opened: the steps between would be charged to nobody."""
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    fields = journal.ledger.entries[-1].fields | {"step": step, "facts": facts(step).as_dict()}
+    line = make_entry(journal.ledger.length, "commit", fields, journal.ledger.head).line
+    with pytest.raises(LedgerError, match="committed without being open, or twice"):
+        History.of(parsed((tmp_path / "ledger.jsonl").read_bytes() + line))
+
+
 @pytest.mark.parametrize(
     "raw", [b"7", b"[]", b"null", b"{}", b'{"index":0,"kind":[],"previous":"","hash":""}', b"[" * 99999]
 )

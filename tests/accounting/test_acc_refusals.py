@@ -28,6 +28,7 @@ from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
+from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.plan import parse_delta
 from murmuration.accounting.sampling import MOST_SLOTS, Poisson, slots_for, threshold_for
 from murmuration.accounting.unit import Unit
@@ -170,6 +171,8 @@ ROWS: list[Row] = [
     *each("norms that adapt", lambda **wrong: replace(RULE, **wrong), AdaptiveError, "needs",
           {"quantile": 0.0}, {"quantile": 1.0}, {"learning_rate": 0.0}, {"learning_rate": 10.5}, {"lowest": 0.0},
           {"lowest": 2.0, "highest": 1.0}, {"highest": INF}, {"quantile": NAN}, {"lowest": NAN}),
+    *each("the growth of exact noise", lambda growth: ExactGrid(growth), PlanError, "must lie in", 0.0, 2 * GRID_GROWTH,
+          NAN),
     ("bands without a step", lambda: replace(MATRIX, horizon=0), PlanError,
      "horizon of banded noise must be at least 1 step, but is 0"),
     ("bands: less noise", lambda: moved(lambda m: m * 0.999), PlanError, "one record moves"),
