@@ -223,6 +223,8 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
     config.write_text(json.dumps({"phases": [phase, {**phase, "name": "q", "steps": 16, "epochs": None}]}))
     assert "p, q; choose by --phase" in here(f"compare --config {config}").stderr
     assert answer(f"compare --config {config} --phase q")["steps"] == 16
+    config.write_text(json.dumps({"phases": [{**phase, "data": {"expected_records": "all"}, "steps": 4}]}))
+    assert "gives no number for n; give --n" in here(f"compare --config {config}").stderr
     config.write_text("{")
     assert "no config in plain JSON" in here(f"compare --config {config}").stderr
 
@@ -233,6 +235,8 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
         ("compare --n 10 --batch 4", 2, "compare needs --steps, --epsilon"),
         ("compare --n 10 --batch 40 --steps 4 --epsilon 1", 2, "expected_batch must lie"),
         ("compare --n 10 --batch 4 --steps 0 --epsilon 1", 2, "must be at least 1, but are 10 and 0"),
+        ("compare --n 10 --batch 4 --steps 4 --epsilon 1 --plot x.pdf", 2, "writes .png or .svg, not '.pdf'"),
+        ("compare --n 10 --batch 10 --steps 4 --epsilon 1e-9 --delta 1e-12", 2, "not even independent noise"),
         ("compare --n 0 --batch 4 --steps 1 --epsilon 1", 2, "must be at least 1, but are 0 and 1"),
         ("compare --n 10 --batch 4 --steps 4 --epsilon 1 --phase p", 2, "give that, too"),
         ("verify /nowhere", 5, "there is no ledger"),

@@ -350,6 +350,8 @@ def test_a_claim_whose_delta_nobody_knows_cannot_be_added(tmp_path: Path) -> Non
     [unknown], [known] = known_runs([line]), known_runs([line | {"delta": 1e-5}])
     assert (known.private, known.epsilon, known.delta) == (True, 2.0, 1e-5)
     assert not unknown.private
+    whole_run(tmp_path / "other").ledger.close()
+    assert known_runs([line | {"delta": 1e-5, "folder": str(tmp_path / "other")}]) == [known], "another run's ledger"
 
 
 # What is read strictly, and shown harmlessly

@@ -118,6 +118,13 @@ def test_no_reader_believes_evidence_that_is_forged_and_no_statement_is_made_of_
     journal.ledger.close()
     pages.write(signed(document | {"audit": mild}, KEY), tmp_path)
     assert "the numbers of the run's own audit agree" in verify(tmp_path).attached.checked  # type: ignore[union-attr]
+    none = {"made": False, "reason": "no time"}
+    for missing, told in (
+        (PENDING, "the audit"), (mild | {"one_run": none}, "the audit with canaries"),
+        (mild | {"replay": none}, "the replay"),
+    ):  # fmt: skip
+        pages.write(signed(document | {"audit": missing}, KEY), tmp_path)
+        assert f"{told} that run.audit asks for: not made" in verify(tmp_path).attached.unchecked  # type: ignore[union-attr]
     forged = mild | {"one_run": mild["one_run"] | {"proven": 0.01}}
     pages.write(signed(document | {"audit": forged}, KEY), tmp_path)
     with pytest.raises(CertificateError, match="the certificate's audit does not state the best"):
