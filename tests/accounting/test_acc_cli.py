@@ -273,6 +273,12 @@ def test_refusals(arguments: str, code: int, words: str) -> None:
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
+def test_what_was_calibrated_is_accounted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmuration.accounting.cli.epsilon.epsilon", lambda *_: 2.5)
+    done = here("calibrate --n 10 --batch 10 --steps 4 --epsilon 2 --delta 1e-3")
+    assert done.returncode == 2 and "the calibrated sigma gives epsilon = 2.5, above 2.0" in done.stderr
+
+
 def test_explain_from_numbers() -> None:
     assert "2,981" in answer("explain --epsilon 8 --delta 1e-9")["explanation"]
     assert answer("explain --n 2000 --batch 2000 --sigma 3 --steps 4 --delta 1e-4")["epsilon"] > 0

@@ -30,7 +30,7 @@ from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.plan import parse_delta
-from murmuration.accounting.sampling import MOST_SLOTS, Poisson, slots_for, threshold_for
+from murmuration.accounting.sampling import MOST_SLOTS, Poisson, RandomAllocation, slots_for, threshold_for
 from murmuration.accounting.unit import Unit
 from tests.support.acc_world import PLAN
 
@@ -173,6 +173,7 @@ ROWS: list[Row] = [
           {"lowest": 2.0, "highest": 1.0}, {"highest": INF}, {"quantile": NAN}, {"lowest": NAN}),
     *each("the growth of exact noise", lambda growth: ExactGrid(growth), PlanError, "must lie in", 0.0, 2 * GRID_GROWTH,
           NAN),
+    *each("an epoch of", RandomAllocation, PlanError, "has 2 to 1,048,576 steps", 1, MOST_SLOTS + 1),
     *each("bands", lambda of: best_banded(*of), PlanError, "takes 2 to 256 bands", (1, 9), (257, 999)),
     ("bands: more than steps", lambda: best_banded(4, 3), PlanError, "at least as many steps and horizon, not 3"),
     ("bands: a matrix of one", lambda: BandedNoise(((1.0,),), 9), PlanError, "takes 2 to 256 bands, not 1"),
@@ -210,6 +211,7 @@ def test_what_lies_beside_those_numbers_is_answered() -> None:
     assert math.isfinite(gaussian_epsilon(4e-5, 1e-5)) and math.isfinite(epsilon([Event(0.5, 1e3, 2)], 1e-6))
     assert group_epsilon([], 1e-6, 2) == replacement_epsilon([], 1e-6) == epsilon([], 1e-6) == 0.0
     assert epsilon(EPOCHS, 1e-5) > 0 and delta_at(EPOCHS, 1.0) > 0
+    assert ONE[0].mechanism == "Poisson-subsampled Gaussian" and EPOCHS[0].mechanism.startswith("epochs of Gaussian")
     assert Tuning(1) == Tuning(1.0, 1.0, False) and Tuning(1, 0.0).shape == 0.0 and Tuning(2.5).mean == 2.5
     assert planned(metrics=(ACCURACY,)).held_out == 0.25 and planned(delta=1 / 100).delta == 0.01
     assert replace(MATRIX, horizon=1).sensitivity == MATRIX.sensitivity and threshold_for(999, 999 / 7, 7) == 2**32
