@@ -49,7 +49,7 @@ class Setting:
     device: torch.device
     smoke: bool
     compile: bool = False
-    """Whether plain micro-batches are measured compiled, too."""
+    """Whether micro-batches are measured with compiled blocks, too."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -186,7 +186,9 @@ def engine_of(
     `run.compile: "blocks"`."""
     ranks, settings = Alone(setting.device), EngineSettings("local", records)
     if private:
-        computation = Computation(precision="bf16", cuda_graph="auto" if graph else "off")
+        computation = Computation(
+            precision="bf16", cuda_graph="auto" if graph else "off", compile="blocks" if compiled else "off"
+        )
         engine = clipping_engine(model, rule_of(records), Optimizer(), 0.0, settings, ranks, computation).engine
     else:
         flat = make_optimizer(Optimizer(), model.named_parameters(), 0.0)

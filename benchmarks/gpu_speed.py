@@ -49,8 +49,8 @@ def micro_batches(setting: Setting) -> Iterator[Case]:
 
 
 def micro_batch(model: str, records: int, setting: Setting) -> Found:
-    """Plain, with compiled blocks, private, and private as a CUDA graph, in turns: times as ratios to the plain ones
-    just before and after."""
+    """Plain, with compiled blocks, private, and private as a CUDA graph, as written and with compiled blocks, in turns:
+    times as ratios to the plain ones just before and after."""
     batch = batch_of(model, records, setting)
     plain, private = (engine_of(model_of(model), kind, records, setting) for kind in (False, True))
     steps: dict[str, Callable[[], None]] = {"private": partial(private.accumulate, batch)}
@@ -58,12 +58,13 @@ def micro_batch(model: str, records: int, setting: Setting) -> Found:
     if setting.compile:
         compiled = engine_of(model_of(model), False, records, setting, compiled=True)
         steps["compiled"] = partial(compiled.accumulate, batch)
-    if setting.device.type == "cuda":
-        graph = engine_of(model_of(model), True, records, setting, graph=True)
-        found["graph"] = _watched(graph, batch, setting)
+    replayed = {"graph": False, **({"compiled_graph": True} if setting.compile else {})}
+    for name, blocks in replayed.items() if setting.device.type == "cuda" else ():
+        graph = engine_of(model_of(model), True, records, setting, graph=True, compiled=blocks)
+        found[name] = _watched(graph, batch, setting)
         assert isinstance(graph._forward, PrivateForward)
-        found["graph"]["how"] = graph._forward.about_graph()
-        steps["graph"] = partial(graph.accumulate, batch)
+        found[name]["how"] = graph._forward.about_graph()
+        steps[name] = partial(graph.accumulate, batch)
     timed = interleaved(partial(plain.accumulate, batch), steps, setting.rounds, setting.device)
     found["plain"]["seconds"] = timed[""].summary()["seconds"]
     for name in steps:

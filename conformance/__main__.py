@@ -48,9 +48,14 @@ def short(sentence: str, most: int = 160) -> str:
     return cut.replace("|", "/")
 
 
-def row(library: str, verdict: dict[str, str], documented: str | None) -> str:
-    answer = verdict["answer"] + (", as documented" if documented and verdict["answer"] == VIOLATES else "")
-    return f"| {library} | **{answer}** | {short(verdict['said'])} |"
+def entries(answers: dict[str, dict[str, str]], documented: dict[str, str]) -> list[str]:
+    """One for all libraries of which the same was seen."""
+    found: dict[str, list[str]] = {}
+    for library, verdict in answers.items():
+        answer, told = verdict["answer"], documented.get(library)
+        said = f" (documented: {told.rstrip('.')})" if told and answer == VIOLATES else ""
+        found.setdefault(f"**{answer}**: {short(verdict['said'])}{said}", []).append(library)
+    return [f"- {', '.join(libraries)} {text}" for text, libraries in found.items()]
 
 
 def report() -> str:
@@ -78,21 +83,16 @@ def report() -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "(d): the library's documents leave this to its user; the sentence stands below.",
+        "(d): the library's documents leave this to its user.",
         "",
         "## Probe by probe",
+        "",
+        "To see one again, add `--probe NAME` to the library's command.",
     ]
     for name, probe in PROBES.items():
-        lines += ["", f"### {name}", "", probe.asks, "", "| library | answer | seen |", "|---|---|---|"]
-        lines += [
-            row(library, result["verdicts"][name], notes["documented"].get(library, {}).get(name))
-            for library, result in results.items()
-        ]
+        answers = {library: result["verdicts"][name] for library, result in results.items()}
         documented = {library: texts[name] for library, texts in notes["documented"].items() if name in texts}
-        lines += ["", *(f"- {library}: {text}" for library, text in documented.items())] if documented else []
-        wrong = [library for library, result in results.items() if result["verdicts"][name]["answer"] == VIOLATES]
-        commands = [f"    {results[library]['command']} --probe {json.dumps(name)}" for library in wrong]
-        lines += ["", "To see it:" if commands else "", "", *commands] if commands else []
+        lines += ["", f"### {name}", "", probe.asks, "", *entries(answers, documented)]
     findings = sorted((HERE / "findings").glob("*.md"))
     lines += ["", "## Drafts of reports to the libraries", ""]
     lines += [f"- [{path.read_text().splitlines()[0].lstrip('# ')}](findings/{path.name})" for path in findings]

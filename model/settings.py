@@ -123,9 +123,9 @@ class PixelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    mean: Channels = Field(description="What is subtracted from a pixel.")
+    mean: Channels = Field(description="Subtracted from a pixel.")
     std: Annotated[tuple[Deviation, Deviation, Deviation], BeforeValidator(_as_tuple)] = Field(
-        description="What it is then divided by."
+        description="Then divides it."
     )
 
 
@@ -139,46 +139,43 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: Family = Field(
-        description="Kind of model. timm: any image encoder of timm, by its `name`. hf: a model of Hugging Face, in a "
-        "folder. Both train as a classifier or as a captioner's encoder, and nothing is downloaded. gpt2: a language "
-        "model that reads texts without pictures; hf, if the folder has a causal language model."
+        description="Kind of model. timm and hf: an encoder named by `name`; hf also a causal language model; gpt2: a "
+        "language model."
     )
     name: str | None = Field(
         default=None,
-        description="Only of timm and hf: the name, as in `vit_small_patch14_dinov2.lvd142m`, or the folder with "
-        "config.json. Weights to start from are named by a phase with the data source checkpoint.",
+        description="timm, hf: timm's name, such as `vit_small_patch14_dinov2.lvd142m`, or the folder of a "
+        "config.json.",
     )
     model_args: dict[str, Any] | None = Field(
         default=None,
-        description="Only of timm and hf: arguments of timm's constructor, such as `drop_path_rate`, or keys in the "
-        "place of those of config.json.",
+        description="timm, hf: arguments of timm's constructor, or keys that replace those of config.json.",
     )
-    size: Size = Field(default="custom", description="A published size, or custom, whose numbers are set below.")
+    size: Size = Field(default="custom", description="A published size, or custom, by the numbers below.")
     pixels: NamedPixels | PixelSettings | None = Field(
         default=None,
-        description="Mean and standard deviation by which pixels are normalised. half: 0.5 and 0.5; null: those of the "
-        "weights that the run starts from, as the files beside them say; imagenet, if it starts from none.",
+        description="Mean and deviation of pixels. half: both 0.5; null: the initial weights', imagenet without any.",
     )
     image_size: int = Field(
         default=224,
         gt=0,
         le=MOST_PIXELS,
-        description="Side of the picture, in pixels; of timm and hf, if nothing is given: that of the named model.",
+        description="Side of the image, in pixels; timm and hf default to the named model's.",
     )
     patch_size: int = Field(
         default=16,
         gt=0,
         le=MOST_PIXELS,
-        description="Side of a patch, in pixels; 14 if size is huge and nothing is given.",
+        description="Side of a patch, in pixels; 14 by default if size is huge.",
     )
     width: int | None = Field(
         default=None,
         gt=0,
         le=MOST_WIDTH,
-        description="Width of the encoder; null: that of the size; of a ResNet: that of its stem.",
+        description="Width of the encoder, or of a ResNet's stem; null: that of the size.",
     )
     depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Number of blocks of the encoder; null: that of the size."
+        default=None, gt=0, le=MOST_BLOCKS, description="Blocks of the encoder; null: that of the size."
     )
     heads: int | None = Field(
         default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the encoder; null: that of the size."
@@ -187,7 +184,7 @@ class ModelSettings(BaseModel):
         default=None, gt=0, le=MOST_WIDTH, description="Width of the text decoder; null: that of the size."
     )
     decoder_depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Number of blocks of the text decoder; null: that of the size."
+        default=None, gt=0, le=MOST_BLOCKS, description="Blocks of the text decoder; null: that of the size."
     )
     decoder_heads: int | None = Field(
         default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the text decoder; null: that of the size."
@@ -196,22 +193,20 @@ class ModelSettings(BaseModel):
         default=None, gt=0, le=MOST_WIDTH, description="Width of the pixel decoder; null: that of the size."
     )
     mae_decoder_depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Number of blocks of the pixel decoder; null: that of the size."
+        default=None, gt=0, le=MOST_BLOCKS, description="Blocks of the pixel decoder; null: that of the size."
     )
     mae_decoder_heads: int | None = Field(
         default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the pixel decoder; null: that of the size."
     )
-    text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption, or of a text.")
-    vocabulary: int = Field(
-        default=32768, ge=4, le=MOST_WORDS, description="Number of tokens in the captions' vocabulary."
-    )
+    text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption or text.")
+    vocabulary: int = Field(default=32768, ge=4, le=MOST_WORDS, description="Tokens in the vocabulary of captions.")
     mask_ratio: float = Field(
         default=0.75, ge=0.0, lt=1.0, description="Share of the patches that the masked autoencoder removes."
     )
     qkv_bias: bool | None = Field(
         default=None,
-        description="Biases on the encoder's fused query-key-value projection; null: as published, which is with them "
-        "for the MAE and without for the captioner. Both phases of one recipe must agree.",
+        description="Biases on the encoder's query-key-value projection; null: as published, with them for the MAE "
+        "alone.",
     )
     decoder_bias: bool | None = Field(default=None, description="Biases in the text decoder; null: as published.")
     decoder_activation: Activation | None = Field(
@@ -219,18 +214,15 @@ class ModelSettings(BaseModel):
     )
     positions: Positions | None = Field(
         default=None,
-        description="Position embeddings. sincos: fixed tables; learned: trained; null: learned for classifiers, else "
-        "sincos.",
+        description="sincos: fixed tables; learned: trained; null: learned for classifiers, else sincos.",
     )
     pooling: Pooling | None = Field(
         default=None,
-        description="Features for classification: the class token, or the mean of the patches' tokens; null: class for "
+        description="Classification features: the class token, or the mean of the patches; null: class for "
         "classifiers, else mean.",
     )
     classes: int = Field(default=1000, gt=0, le=MOST_WORDS, description="Number of classes.")
-    classify_loss: Loss = Field(
-        default="softmax", description="sigmoid: one yes-or-no question for each class, summed over the classes."
-    )
+    classify_loss: Loss = Field(default="softmax", description="sigmoid: one yes-or-no question per class, summed.")
     head_scale: float = Field(
         default=0.0,
         ge=0,
@@ -240,12 +232,12 @@ class ModelSettings(BaseModel):
     head_bias: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="Bias of every class at the start; null: -10 for sigmoid, 0 for softmax.",
+        description="Initial bias of every class; null: -10 for sigmoid, 0 for softmax.",
     )
     class_weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(_as_weights)] = Field(
         default=None,
-        description="Public numbers, one for each class in order, that multiply its records' losses before clipping; "
-        "with sigmoid, each class's own question. Never from the counts of private records.",
+        description="Public numbers, one per class, that multiply losses before clipping; never from counts of "
+        "private records.",
     )
     stages: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
         default=None, min_length=1, max_length=4, description="Blocks per stage; makes the classifier a ResNet."
@@ -254,15 +246,15 @@ class ModelSettings(BaseModel):
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="Stochastic depth: rate of the encoder's last block; it grows evenly from 0 at the first block.",
+        description="Stochastic depth: rate of the encoder's last block, growing evenly from 0 at the first.",
     )
     dropout: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="Rate after attention and in MLPs, of encoder and decoders; masks are keyed by record.",
+        description="Rate after attention and in MLPs; masks are keyed by record.",
     )
-    init_seed: int = Field(default=0, ge=0, description="Decides the initial weights and nothing else; public.")
+    init_seed: int = Field(default=0, ge=0, description="Public seed of the initial weights alone.")
 
     @model_validator(mode="before")
     @classmethod

@@ -60,8 +60,8 @@ class Computation:
 
     @staticmethod
     def of(run: Run) -> Computation:
-        """With FSDP2 or another clip engine, phases with privacy run as they are written."""
-        compiled = run.engine != "fsdp2" and run.clip_engine == "book-keeping"
+        """With another clip engine, phases with privacy run as they are written."""
+        compiled = run.clip_engine == "book-keeping"
         return Computation(
             run.clip_engine, run.clip_memory, run.precision, run.noise, run.cuda_graph,
             run.compile if compiled else "off", run.gradient_checkpointing,

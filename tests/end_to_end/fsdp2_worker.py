@@ -65,7 +65,7 @@ class Tied(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         x = inputs["x"]
         for block in self.blocks:
-            x = torch.tanh(block(x))
+            x = block(x).tanh_()  # in place, behind the hooks that FSDP2 has on a block's output
         return F.relu(self.last(torch.tanh(self.frozen(x)))).squeeze(1)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.model.build import build
+from murmuration.train.clip import compiled
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
@@ -30,6 +32,7 @@ from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate
 from tests.support.answering import answer
+from tests.support.recorded_blocks import operation_by_operation
 from tests.support.sharded_engines import (
     LAYOUTS,
     LONG,
@@ -56,6 +59,8 @@ from tests.support.sharded_engines import (
     units_of,
 )
 
+compiled.by_inductor = operation_by_operation  # the compiler would take minutes
+
 ONE_OF_EACH: tuple[Layout, ...] = (1, 3, "fsdp2")
 """A layout for each way of adding up micro-batches."""
 
@@ -72,13 +77,14 @@ def spoil_padding(engine) -> None:
 
 def sharded(
     ranks, layout: Layout, kind: str, precision: Precision, offload: Any = None, *,
-    mechanism: AESNoise | None = None, norm: float = C, lost: int = 0,
+    mechanism: AESNoise | None = None, norm: float = C, lost: int = 0, compile: Literal["off", "blocks"] = "off",
 ) -> dict[str, float]:  # fmt: skip
     """The engine against its teacher, who knows nothing of another mechanism, another norm or lost records."""
     teacher = Teacher(kind, precision, ranks.world) if ranks.main else None
     model = build(SHAPE, "caption")
     rule = ClipRule("flat", norm, 0.0)
-    engine = engine_of(ranks, settings_of(layout, offload), model, OPTIMIZERS[kind], rule, precision).engine
+    found = engine_of(ranks, settings_of(layout, offload), model, OPTIMIZERS[kind], rule, precision, compile)
+    engine = found.engine
     if ranks.world == 3:  # where sizes do not divide evenly
         spoil_padding(engine)
     for step in STEPS:
@@ -90,6 +96,9 @@ def sharded(
         engine.update(NoisyUpdate(mechanism or noise(), step), RATES[kind])
     weights = {name: tensor.double() for name, tensor in engine.whole_weights().items() if name in engine.shapes}
     engine.close()
+    if compile == "blocks":
+        assert isinstance(found.clip, BookKeepingClip) and found.clip.blocks is not None
+        assert found.clip.blocks.kinds and not found.clip.blocks.why_not, found.clip.blocks.about()
     return {} if teacher is None else teacher.compare(weights)
 
 
@@ -156,6 +165,7 @@ def main() -> None:
                 found = sharded(ranks, layout, kind, precision, offload)
                 results.append({"layout": layout, "optimizer": kind, "precision": precision, "world": ranks.world,
                                 "offload": offload} | found)  # fmt: skip
+    recorded = [sharded(ranks, layout, "LAMB", "fp32", compile="blocks") for layout in ONE_OF_EACH]
     faults = {
         "noise": {"mechanism": noise(times=1.001)}, "divisor": {"mechanism": noise(more=1.0)},
         "clipping": {"norm": 1e9}, "clip norm": {"norm": 1.001 * C}, "lost record": {"lost": 1},
@@ -171,7 +181,7 @@ def main() -> None:
         for layout in ONE_OF_EACH for precision in ("fp32", "bf16")
     }  # fmt: skip
     answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors,
-                   "errors_of_units": units, "planted": planted})  # fmt: skip
+                   "errors_of_units": units, "planted": planted, "recorded": recorded})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     for result in results:
         assert result["bound"] <= WIDEST_BOUND, result
         assert result["drift"] <= (MOST_BY_KERNEL if by_kernel(result) else result["bound"]), result
+    # Blocks as they are recorded for a compiler: their weights are gathered around the whole block.
+    assert len(found["recorded"]) == 3 and all(each["drift"] <= each["bound"] for each in found["recorded"])
     # Whatever the optimizer and the rounding: stages and engines do not differ among themselves.
     for case in {(result["optimizer"], result["precision"]) for result in results}:
         same = [result for result in results if (result["optimizer"], result["precision"]) == case]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 
 from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.compiled import Codes, divided
 
 
 class RecordedClip(BookKeepingClip):
@@ -17,8 +19,9 @@ class RecordedClip(BookKeepingClip):
             self.blocks.compiler = operation_by_operation
 
 
-def operation_by_operation(recorded: Any, like: list[Tensor], outputs: int, example: list[Tensor]) -> Any:
-    from torch._inductor.compile_fx import partition_fn
-
+def operation_by_operation(
+    recorded: Any, like: list[Tensor], outputs: int, example: list[Tensor], lent: Sequence[int]
+) -> Codes:
     del example
-    return tuple(make_boxed_func(part.forward) for part in partition_fn(recorded, like, num_fwd_outputs=outputs))
+    forward, backward, taken = divided(recorded, like, outputs, lent)
+    return Codes(make_boxed_func(forward.forward), make_boxed_func(backward.forward), taken)

@@ -231,6 +231,7 @@ def settings_of(layout: Layout, offload: Literal["torch", "deepspeed"] | None = 
 
 def engine_of(
     ranks: Ranks, engine: EngineSettings, model: nn.Module, optimizer: Optimizer, rule: ClipRule = RULE,
-    precision: Precision = "fp32",
+    precision: Precision = "fp32", compile: Literal["off", "blocks"] = "off",
 ) -> ClippingEngine:  # fmt: skip
-    return clipping_engine(model, rule, optimizer, 0.0, engine, ranks, Computation(precision=precision))
+    computation = Computation(precision=precision, compile=compile)
+    return clipping_engine(model, rule, optimizer, 0.0, engine, ranks, computation)

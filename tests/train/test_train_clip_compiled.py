@@ -113,6 +113,58 @@ def prepared(clip: BookKeepingClip, model: nn.Module) -> Any:
     return clip
 
 
+class TakenBack(torch.autograd.Function):
+    """Between the two passes, what an engine does that shards weights: their memory is reused, and the backward pass
+    finds them elsewhere, or nowhere."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weights: Any) -> Tensor:
+        del weights
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.take_back = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.take_back()
+        return gradient, None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lent_weights_are_read_where_they_lie_in_the_backward_pass(precision: Precision) -> None:
+    class Lent(Stack):
+        def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+            x = self.below(inputs["x"])
+            for block in self.blocks:
+                x = block(x)
+            return TakenBack.apply(x, self.take_back).square().sum((1, 2))  # pyright: ignore
+
+        def take_back(self) -> None:
+            for weight in self.blocks.parameters():
+                old, weight.data = weight.data, weight.data.clone()
+                old.fill_(math.nan)
+                if gone:
+                    weight.data.untyped_storage().resize_(0)
+
+    gone = False
+    torch.manual_seed(0)
+    model, inputs, present = Lent(timm_block(), timm_block()), rows(), torch.ones(RECORDS, dtype=torch.bool)
+    expected, _ = clipped_totals(prepared(BookKeepingClip(FLAT, precision), model), model, inputs, present)
+    for weight in model.parameters():
+        weight.lent = True  # pyright: ignore[reportAttributeAccessIssue]
+    clip = prepared(RecordedClip(FLAT, precision, compiled=RECORDS), model)
+    found, _ = clipped_totals(clip, model, inputs, present)
+    assert clip.blocks.kinds and not clip.blocks.why_not, clip.blocks.about()
+    assert apart(found, expected) < (1e-6 if precision == "fp32" else 1e-2)
+    gone = True
+    with pytest.raises(ClipError, match="not there in its backward pass"):
+        clipped_totals(clip, model, inputs, present)
+
+
 # Compiled
 
 

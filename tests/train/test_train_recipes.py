@@ -242,34 +242,31 @@ def test_shipped_files_are_plain_json_that_names_the_schema() -> None:
 # What docs/recipes.md and the headers of the recipes say of them: every override, and the planned hardware.
 
 
-def tabled(heading: str) -> list[tuple[str, list[str]]]:
-    """The base and the overrides of every run that a table of docs/recipes.md describes."""
+def tabled(heading: str) -> list[list[str]]:
+    """The overrides of every run that a table of docs/recipes.md describes."""
     section = (ROOT / "docs" / "recipes.md").read_text().partition(heading)[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|")[-1] for line in section.splitlines() if line.startswith("|")][2:]
-    found, before = [], list[str]()
+    found = []
     for row in rows:
-        fixed = [text for text in re.findall(r"`(\S+=\S+)`", row) if not text.startswith("run.dir")]
-        fixed = before + fixed if "the same and" in row else fixed
-        base = "".join(re.findall(r"from `(\w+)`:", row))
+        fixed = re.findall(r"`(\S+=\S+)`", row)
         listed = re.findall(r"`(\S+=)`((?: [-.\de]+)+)", row)
-        found += [(base, [*fixed, key + value]) for key, values in listed for value in values.split()]
-        found += [] if listed else [(base, fixed)]
-        before = fixed
+        found += [[*fixed, key + value] for key, values in listed for value in values.split()]
+        found += [] if listed else [fixed]
     return found
 
 
 def test_every_override_that_is_documented_loads() -> None:
     runs = tabled("## Mehta et al.'s one factor")
-    assert len(runs) == 6 + 4 + 1 + 8 + 9 + 1 + 4 + 3 + 1 + 3 + 3 + 4 + 1 + 5 + 8
-    for base, overrides in runs:
-        load(FILES[base or "transfer_vitb_full"], overrides)
+    assert len(runs) == 6 + 8 + 9 + 1 + 4 + 4
+    for overrides in runs:
+        load(FILES["transfer_vitb_full"], overrides)
     for path in FILES.values():
         for override in re.findall(r"--set (\S+)", json.loads(path.read_text())["about"]["source"]):
             load(path, [override])
 
 
 def test_the_non_private_columns_clip_the_mean_gradient_of_every_transfer() -> None:
-    columns = [given for _, given in tabled("## Mehta et al.'s one factor") if "phases.1.privacy=null" in given]
+    columns = [given for given in tabled("## Mehta et al.'s one factor") if "phases.1.privacy=null" in given]
     names = [name for name in FILES if re.match(r"transfer_\w+_(full|last)", name)]
     assert len(names) == 12
     for name in names:
@@ -279,7 +276,7 @@ def test_the_non_private_columns_clip_the_mean_gradient_of_every_transfer() -> N
 
 
 def test_the_backbones_rate_is_that_of_everything_but_the_head() -> None:
-    (rules,) = [over[0] for _, over in tabled("## Mehta et al.'s one factor") if '"learning_rate":0.1' in over[0]]
+    (rules,) = [over[0] for over in tabled("## Mehta et al.'s one factor") if '"learning_rate":0.1' in over[0]]
     for name in ("transfer_vitb_full", "transfer_r50x4_full"):
         config = load(FILES[name], [rules])
         model = build(resolve_shape(config), "classify", device="meta")
@@ -293,13 +290,13 @@ BASELINES = [(0.0, 1.0), (1 / 33, 1 / 33), (0.0, 1.0), (1.0, 0.0), (0.5, 0.5), N
 
 def test_the_baselines_of_mixing_are_what_their_table_says() -> None:
     runs = tabled("## Bu et al.'s baselines")
-    for (_, overrides), expected in zip(runs, BASELINES, strict=True):
+    for overrides, expected in zip(runs, BASELINES, strict=True):
         mixing = load(FILES["mixed_base"], overrides).phases[0].mixing
         ends = mixing and tuple(alpha(mixing, step, 4000, 131072.0) for step in (1, 4001))
         assert ends == expected if expected is None else ends == pytest.approx(expected), overrides
     shipped = load(FILES["mixed_base"], []).phases[0].mixing
     assert shipped is not None and alpha(shipped, 2001, 4000, 131072.0) == pytest.approx(1 - math.sqrt(0.5))
-    switch = load(FILES["mixed_base"], runs[3][1]).phases[0].mixing
+    switch = load(FILES["mixed_base"], runs[3]).phases[0].mixing
     assert switch is not None and [alpha(switch, step, 4000, 131072.0) for step in (1000, 1001)] == [1.0, 0.0]
 
 

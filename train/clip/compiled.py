@@ -20,7 +20,7 @@ as PyTorch's own kernels are, and tested like these: by the self-test, on whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks  # py
 from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily  # pyright: ignore
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from murmuration.accounting.escaping import first_line
 from murmuration.model.drop import Drops
@@ -41,14 +42,27 @@ from murmuration.train.clip.functions import changeable
 from murmuration.train.clip.isolated import directly, enter, entered, is_of_records, leave, outside
 from murmuration.train.clip.layers import LAYER_RULES
 from murmuration.train.clip.per_record import Dense, OuterProduct, TokenSum
-from murmuration.train.clip.tracker import ParameterTracker
+from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.tracker import ParameterTracker, is_lent
 
 # What a block may report, and which fields of it are tensors.
 TENSORS_OF: Mapping[type, Sequence[str]] = {OuterProduct: ("left", "right"), TokenSum: ("over",), Dense: ("value",)}
 
 Code = Callable[[list[Tensor]], Sequence[Tensor]]
 PLACE = "the place of a tensor"
-Compiler = Callable[[Any, list[Tensor], int, list[Tensor]], tuple[Code, Code]]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Those of both directions. `taken`: for each tensor that the backward code asks for, its number among the inputs
+    of the forward code, where it is one that an engine only lends."""
+
+    forward: Code
+    backward: Code
+    taken: Sequence[int | None]
+
+
+Compiler = Callable[[Any, list[Tensor], int, list[Tensor], Sequence[int]], Codes]
 
 
 class NotCompiled(Exception):
@@ -80,8 +94,7 @@ class _Call:
 class _Recorded:
     """A block's code for one kind of call, and what its results are."""
 
-    forward: Code
-    backward: Code
+    codes: Codes
     outputs: int
     form: Any
     """Of what the block returns, as a tree."""
@@ -106,9 +119,13 @@ class CompiledBlocks:
         self._blocks = {name: block for name, block in model.named_modules() if id(block) in chosen}
         self._drops = {name: Drops(block) for name, block in self._blocks.items()}
         self._recorded: dict[str, list[tuple[_Call, _Recorded]]] = {name: [] for name in self._blocks}
-        self._library: dict[str, tuple[Code, Code]] = {}
+        self._library: dict[str, Codes] = {}
         """Compiled code by the operations that it was made of: blocks of one kind share it."""
         self.why_not: dict[str, str] = {}
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        return self._blocks.values()
 
     @property
     def kinds(self) -> int:
@@ -189,8 +206,9 @@ class CompiledBlocks:
                 )
 
         masks = [] if keys is None else [drops.kept(keys, *each) for each in code.masks]
-        tensors = (*inputs, *masks, code.scales, *(x.detach() for x in held.values()))
-        outs = [enter(changeable(x)) for x in _Run.apply(tracker.anchor, code, tell, *tensors)]  # pyright: ignore
+        weights = list(held.values())
+        tensors = (*inputs, *masks, code.scales, *(x.detach() for x in weights))
+        outs = [enter(changeable(x)) for x in _Run.apply(tracker.anchor, code, tell, weights, *tensors)]  # pyright: ignore
         for out in outs:
             out.of_pass = tracker  # pyright: ignore[reportAttributeAccessIssue]
         return pytree.tree_unflatten(outs, code.form)
@@ -199,13 +217,15 @@ class CompiledBlocks:
 class _Run(Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, anchor: Tensor, code: _Recorded, tell: Callable[[Sequence[Tensor]], None], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, anchor: Tensor, code: _Recorded, tell: Callable[[Sequence[Tensor]], None], held: Sequence[Tensor],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         del anchor
-        ctx.code, ctx.tell, ctx.given = code, tell, len(tensors)
-        found = code.forward(list(tensors))
+        ctx.code, ctx.tell, ctx.held, ctx.given = code, tell, held, len(tensors)
+        found = code.codes.forward(list(tensors))
+        kept = (x for x, number in zip(found[code.outputs :], code.codes.taken, strict=True) if number is None)
         # With the inputs, so that autograd notices if one is changed in place whose values are needed again.
-        ctx.save_for_backward(*(tensors[number] for number in code.below), *found[code.outputs :])
+        ctx.save_for_backward(*(tensors[number] for number in code.below), *kept)
         return tuple(found[: code.outputs])
 
     @staticmethod
@@ -213,10 +233,15 @@ class _Run(Function):
         code: _Recorded = ctx.code
         own, below = len(code.below), dict[int, Tensor]()
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            found = code.backward([*ctx.saved_tensors[own:], *(gradient.contiguous() for gradient in gradients)])
+            kept, first = iter(ctx.saved_tensors[own:]), ctx.given - len(ctx.held)
+            # A lent weight lies elsewhere by now: its engine took it back after the forward pass, and lent it again.
+            asked = [next(kept) if number is None else ctx.held[number - first].detach() for number in code.codes.taken]
+            if not all(x.untyped_storage().nbytes() for x in asked):
+                raise ClipError("the sharded weights of a compiled block are not there in its backward pass")
+            found = code.codes.backward([*asked, *(gradient.contiguous() for gradient in gradients)])
             ctx.tell(found[own:])
             below.update(zip(code.below, found, strict=False))
-        return None, None, None, *(below.get(number) for number in range(ctx.given))
+        return None, None, None, None, *(below.get(number) for number in range(ctx.given))
 
 
 class _Recording:
@@ -235,7 +260,7 @@ class _Recording:
         self._reports: list[list[tuple[Any, list[int]]]] = []
         self._used: dict[str, int] = {}
 
-    def compiled(self, library: dict[str, tuple[Code, Code]], compiler: Compiler) -> _Recorded:
+    def compiled(self, library: dict[str, Codes], compiler: Compiler) -> _Recorded:
         # They import the compiler, which takes seconds.
         from torch._inductor.decomposition import select_decomp_table
         from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
@@ -269,9 +294,11 @@ class _Recording:
         if operations not in library:
             masks = [self._mask(each).fill_(True) for each in self._masks]
             example = [x.detach() for x in (*self._inputs, *masks, self._scales, *self._held.values())]
-            library[operations] = compiler(recorded, [*primals, *tangents], len(tangents), example)
+            first = len(primals) - len(self._held)
+            lent = [first + number for number, x in enumerate(self._held.values()) if is_lent(x)]
+            library[operations] = compiler(recorded, [*primals, *tangents], len(tangents), example, lent)
         return _Recorded(
-            *library[operations], len(tangents), self._form, self._below, self._reports, self._used,
+            library[operations], len(tangents), self._form, self._below, self._reports, self._used,
             list(self._masks), self._scales,
         )  # fmt: skip
 
@@ -283,6 +310,9 @@ class _Recording:
         call, told, own = self._call, list[list[Any]](), len(self._inputs)
         given, (*masks, scales) = primals[:own], primals[own : len(primals) - len(self._held)]
         held = dict(zip(self._held, primals[len(primals) - len(self._held) :], strict=True))
+        for name, whole in self._held.items():
+            if is_lent(whole):
+                vars(held[name]).update(vars(whole))  # what ZeRO-3 asks its weights when a module reads them
         tracker = ParameterTracker(
             {local: held[local] for local in call.trained}, self._slots, self._device,  # pyright: ignore
             lambda pieces, uses: told.append(list(pieces)), LAYER_RULES, recorded=True,
@@ -341,19 +371,41 @@ def _without_values() -> Any:
     return FakeTensorMode()
 
 
-def by_inductor(recorded: Any, like: list[Tensor], outputs: int, example: list[Tensor]) -> tuple[Code, Code]:
-    """The code of both directions. `like`: what its inputs and the gradients of its `outputs` are like; `example`:
-    inputs."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner, partition_fn
+def divided(
+    recorded: Any, like: list[Tensor], outputs: int, lent: Sequence[int]
+) -> tuple[Any, Any, Sequence[int | None]]:
+    """The operations of both directions, and which of the `lent` tensors the backward code asks for (`Codes.taken`)."""
+    from torch._inductor.compile_fx import partition_fn
 
-    codes: list[Any] = []
+    # What is computed from these alone is computed again: it may lie in their memory, which their engine takes back.
+    places = recorded.graph.find_nodes(op="placeholder")
+    of_lent = {places[number] for number in lent}
+    for node in recorded.graph.nodes:
+        if node.all_input_nodes and of_lent.issuperset(node.all_input_nodes):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            of_lent.add(node)
+    parts: Any = partition_fn(recorded, like, num_fwd_outputs=outputs)
+    forward, backward = parts
+    kept = forward.graph.output_node().args[0][outputs:]
+    if [node.name for node in backward.graph.find_nodes(op="placeholder")][:-outputs] != [node.name for node in kept]:
+        raise NotCompiled("its backward code asks for other tensors than its forward code keeps")
+    numbers = {node.name: number for number, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    names = {node.name for node in of_lent}
+    if any(node.name in names and numbers.get(node.name) not in lent for node in kept):
+        raise NotCompiled("its code keeps what is computed from sharded weights alone")
+    return forward, backward, [number if (number := numbers.get(node.name)) in lent else None for node in kept]
+
+
+def by_inductor(recorded: Any, like: list[Tensor], outputs: int, example: list[Tensor], lent: Sequence[int]) -> Codes:
+    """`like`: what its inputs and the gradients of its `outputs` are like; `example`: inputs. `lent`: which inputs an
+    engine takes back between the two directions."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
     # No kernel is chosen by the clock, so that every start has the same ones.
     with config.patch(deterministic=True):
-        parts: Any = partition_fn(recorded, like, num_fwd_outputs=outputs)
-        kept = [node.name for node in parts[0].graph.output_node().args[0][outputs:]]
-        if [node.name for node in parts[1].graph.find_nodes(op="placeholder")][:-outputs] != kept:
-            raise NotCompiled("its backward code asks for other tensors than its forward code keeps")
+        *parts, taken = divided(recorded, like, outputs, lent)
+        codes: list[Any] = []
         for part in parts:
             results = part.graph.output_node()
             results.meta["user_visible_output_idxs"] = list(range(len(results.args[0])))  # laid out as recorded
@@ -363,7 +415,7 @@ def by_inductor(recorded: Any, like: list[Tensor], outputs: int, example: list[T
     with torch.no_grad():  # what fails when it runs is to fail here
         found = forward(list(example))
         backward([*found[outputs:], *(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in found[:outputs])])
-    return forward, backward
+    return Codes(forward, backward, taken)
 
 
 def filled(piece: Any, name: str, tensors: Sequence[Tensor | None]) -> Any:

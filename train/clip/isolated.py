@@ -211,8 +211,10 @@ def _of_all_records(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first(tensor: Tensor) -> Tensor:
+    """No view for autograd, which would forget a framework's hook on it where a model changes it in place."""
     whole, dimension = functorch._unwrap_batched(tensor, LEVEL)
-    return whole.movedim(dimension, 0)
+    whole = whole if dimension == 0 else whole.movedim(dimension, 0)
+    return torch.ops.aten._unsafe_view(whole, whole.shape) if whole._is_view() else whole
 
 
 @contextmanager

@@ -184,7 +184,7 @@ class ParameterTracker(OneMicroBatch):
         self.parameters = parameters
         self._sources: dict[int, TrackedTensor] = {}
         self._copies: dict[int, Tensor] = {}
-        self._lent = any(getattr(p, "lent", False) for p in parameters.values())
+        self._lent = any(map(is_lent, parameters.values()))
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         rule = self._layers.get(func)
@@ -323,6 +323,11 @@ class ParameterTracker(OneMicroBatch):
     @staticmethod
     def names(source: TrackedTensor) -> str:
         return " and ".join(source.leaves)
+
+
+def is_lent(weight: Tensor) -> bool:
+    """Whether an engine that shards weights gives it memory only while a layer runs."""
+    return getattr(weight, "lent", False)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -10,75 +10,64 @@ from murmuration.accounting.unit import SINGLE, fault_of_name
 from murmuration.data.synthetic.kinds import PictureKind
 from murmuration.train.config.section import Section, word_given
 
-_TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a local tokenizer.json or vocab.txt that saw no private caption."
-_AUGMENT = (
-    "none: the whole picture, scaled to the model's size; center: its middle square; the other two: a random crop, "
-    "flipped half of the time."
-)
-_CLASSES = (
-    "Public file that numbers the classes: one name per line, or a JSON list. Class folders and names in .cls files "
-    "are looked up in it, identically in all phases. Required for private class folders."
-)
+_TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a tokenizer.json or vocab.txt that saw no private caption."
+_AUGMENT = "none: the whole image; center: its middle square; else a random crop, flipped half of the time."
+_CLASSES = "Public file that numbers the classes: a name per line, or a JSON list. Private class folders need it."
 _EXCLUDE_CLASSES = (
-    "Public file, written as `classes` is, with the names of classes whose records are left out. For public data. "
-    "Shards and streams need `label` and `classes`, which say what the numbers in them mean."
+    "Public data: a file like `classes` with the classes to leave out. Shards then need `label` and `classes`."
 )
 _LOOKS_AT_LABELS = (
     "exclude_classes is for public data: which records of a private set have such a class is private, and n must not "
     "depend on it; leave these classes off the list of `classes`, and private records of them keep their slots and "
     "contribute nothing"
 )
-_LABEL = "For classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder."
-_MULTI_LABEL = (
-    "A record may have any number of classes: `label` names a field of its .json that lists names of `classes`, or "
-    "numbers; [] is none. Needs model.classify_loss 'sigmoid'."
-)
+_LABEL = "Classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder."
+_MULTI_LABEL = "`label` names a field that lists any number of `classes`; needs model.classify_loss 'sigmoid'."
 _READING = "How records are fetched and decoded."
 _PUBLIC = "Your word that nobody's privacy depends on these records."
 
 
 class ReadingSettings(Section):
-    """How records are fetched and decoded. Nothing here changes a pixel, so a resumed run may change it."""
+    """How records are fetched and decoded. A resumed run may change it."""
 
     workers: int | None = Field(
         default=None,
         ge=0,
-        description="Decoding processes per rank; null: the free cores; 0: decodes inside the trainer, not isolated.",
+        description="Decoding processes per rank; null: the free cores; 0: the trainer decodes, not isolated.",
     )
     in_flight: int | None = Field(
         default=None,
         gt=0,
-        description="Records that the trainer reads concurrently (decoding processes read local ones); null: 64 from a "
-        "URL, else workers + 2.",
+        description="Records read concurrently by the trainer; null: 64 from a URL, else workers + 2.",
     )
     timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one request to a remote store.")
     cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, unencrypted.")
-    cache_gib: float = Field(default=100.0, gt=0, description="Largest total size of the cache of a node's ranks.")
+    cache_gib: float = Field(default=100.0, gt=0, description="Largest cache of a node's ranks.")
     cache_keep: Literal["records", "shards"] = Field(
-        default="records", description="shards: whole shards, checked against the SHA-256 of the manifest."
+        default="records", description="shards: whole shards, checked against the manifest's SHA-256."
     )
     node_shards: str | None = Field(
         default=None,
-        description="Folder in which each node holds copies of some of the shards; $VARIABLES are expanded. A record "
-        "is then processed on a node that holds it. The draw stays the same.",
+        description="Folder with each node's part of the shards; a record is computed where it lies. $VARIABLES are "
+        "expanded.",
     )
 
 
 class ShardData(Section):
     """Records in indexed tar shards: a folder, one tar, or a brace pattern."""
 
-    source: Literal["shards"] = Field(default="shards", description="Names this kind of data.")
-    path: str = Field(description="A folder, one tar, or a brace pattern, indexed by launch/prepare.py index.")
+    source: Literal["shards"] = Field(default="shards", description="Kind of data.")
+    path: str = Field(description="A folder, tar or brace pattern, indexed by launch/prepare.py index.")
     public: bool = Field(default=False, description=_PUBLIC)
     public_fraction: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Splits the records in two, identically in every run: a phase with `public` takes this share; a "
-        "phase without it takes the rest, whose number is its n.",
+        description="Splits the records: a phase with `public` takes this share, one without it the rest, which are "
+        "its n.",
     )
     expected_records: int | None = Field(
-        default=None, gt=0, description="n for --dry-run and the planner where the data are not available."
+        default=None, gt=0, description="n for --dry-run and the planner without data."
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
@@ -89,33 +78,28 @@ class ShardData(Section):
     classes: str | None = Field(default=None, description=_CLASSES)
     classes_public: bool = Field(
         default=False,
-        description="Your word, which the certificate repeats, that the names in `classes` are public, although "
-        "prepare.py pack took them from the rows (--classes-from-rows).",
+        description="Your word, certified, that names taken from the rows (--classes-from-rows) are public.",
     )
     exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(
         default=None,
-        description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
+        description="Field of a record's .json, 0 to 1e6, that multiplies its loss before clipping.",
     )
     unit: str | None = Field(
         default=None,
-        description="What is protected as one: all records with the same value of this field of their .json "
-        "(patient_id), or key:PATTERN, those in whose keys a regular expression finds the same. The index must know it "
-        "(prepare.py index --unit); n, expected_batch and the draws then count units. 'record': each record. null: "
-        "what the index knows, else each record.",
+        description="What is protected as one: records equal in this .json field or key:REGEX; 'record': each; null: "
+        "as indexed.",
     )
     rows_per_unit: int | None = Field(
         default=None,
         gt=0,
-        description="The most records of a unit that one step takes, chosen anew by key in each step; null: one.",
+        description="Most records of a unit in one step, picked by key; null: one.",
     )
     unit_reduce: Literal["mean", "sum"] | None = Field(
         default=None,
-        description="What becomes of the losses of a unit's records before its gradient is clipped; null: their mean.",
+        description="Combines a unit's losses before clipping; null: mean.",
     )
-    expected_units: int | None = Field(
-        default=None, gt=0, description="With `unit`, in place of expected_records: n where the data are not available."
-    )
+    expected_units: int | None = Field(default=None, gt=0, description="expected_records, with `unit`.")
     reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
 
     @property
@@ -156,15 +140,13 @@ class ShardData(Section):
 
 
 class SyntheticData(Section):
-    """Pictures generated during training. They belong to nobody, so they are for phases that are not private."""
+    """Images generated during training, for phases without privacy."""
 
-    source: Literal["synthetic"] = Field(description="Names this kind of data.")
-    kind: PictureKind = Field(default="mixed", description="What the pictures show; only `shapes` have captions.")
-    records: int = Field(default=100_000, gt=0, description="Number of pictures; an epoch shows each of them once.")
-    seed: int = Field(default=1, ge=0, description="Seed from which the pictures are generated.")
-    size: int | None = Field(
-        default=None, ge=8, description="Side in pixels before augmentation; null: the model's image size."
-    )
+    source: Literal["synthetic"] = Field(description="Kind of data.")
+    kind: PictureKind = Field(default="mixed", description="What images show; only `shapes` have captions.")
+    records: int = Field(default=100_000, gt=0, description="Images in an epoch.")
+    seed: int = Field(default=1, ge=0, description="Seed of the images.")
+    size: int | None = Field(default=None, ge=8, description="Side in pixels before augmentation; null: the model's.")
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
     )
@@ -185,18 +167,17 @@ class SyntheticData(Section):
 
 
 class CheckpointData(Section):
-    """Weights to start from, instead of records: a run directory, an export, or a file of released weights."""
+    """Weights to start from, instead of records."""
 
-    source: Literal["checkpoint"] = Field(description="Names this kind of data.")
+    source: Literal["checkpoint"] = Field(description="Kind of data.")
     path: str = Field(description="A run directory, an export, or a file or folder of released weights.")
     public: bool = Field(
-        description="Your word, which the certificate repeats, that nobody's privacy depends on these weights, or that "
-        "a promise of their own covers it; false marks the run NOT PRIVATE.",
+        description="Your word, certified, that these weights are public or have their own promise; false: NOT "
+        "PRIVATE.",
     )
     take_head: bool | None = Field(
         default=None,
-        description="Whether a classifier also takes its head from there, if the number of classes matches; null: only "
-        "from this project's own runs and exports. false: model.head_scale and model.head_bias initialise the head.",
+        description="Whether a classifier also takes the head, if classes match; null: only from our runs and exports.",
     )
 
     @model_validator(mode="before")
@@ -206,9 +187,9 @@ class CheckpointData(Section):
 
 
 class HeldOutData(Section):
-    """No records to train on: the phase measures its `evaluation` and leaves the weights as they are."""
+    """No records to train on: the phase only measures its `evaluation`."""
 
-    source: Literal["held-out"] = Field(description="Names this kind of data.")
+    source: Literal["held-out"] = Field(description="Kind of data.")
     tokenizer: str | None = Field(default=None, description=_TOKENIZER)
 
     @property
@@ -217,17 +198,16 @@ class HeldOutData(Section):
 
 
 class StreamData(Section):
-    """Tar shards that webdataset streams in shuffled epochs, without an index; for phases that are not private."""
+    """Tar shards that webdataset streams in shuffled epochs, without an index; for phases without privacy."""
 
-    source: Literal["webdataset"] = Field(description="Names this kind of data.")
-    path: str = Field(description="A folder, one tar, or a brace pattern, local or behind a URL.")
+    source: Literal["webdataset"] = Field(description="Kind of data.")
+    path: str = Field(description="A folder, tar or brace pattern, local or behind a URL.")
     public: bool = Field(default=False, description=_PUBLIC)
-    buffer: int = Field(default=1000, gt=0, description="Size of each lane's shuffle buffer, in records.")
+    buffer: int = Field(default=1000, gt=0, description="Records in each lane's shuffle buffer.")
     lanes: int = Field(
         default=8,
         gt=0,
-        description="Number of streams among which the shards are divided; each step takes equally many records from "
-        "each. At least one per rank, at most one per shard.",
+        description="Streams that share the shards, at least one per rank and at most one per shard.",
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
@@ -239,7 +219,7 @@ class StreamData(Section):
     exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(
         default=None,
-        description="Field of a record's .json, a number from 0 to 1e6, that multiplies its loss before clipping.",
+        description="Field of a record's .json, 0 to 1e6, that multiplies its loss before clipping.",
     )
     reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
 

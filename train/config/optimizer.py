@@ -25,35 +25,33 @@ class ParameterRule(Section):
     """Exceptions for some parameters. Every rule that matches a parameter applies, and factors multiply."""
 
     parameters: str = Field(
-        default="*", description="Pattern of parameter names, as in a shell: `encoder.*`, `*.bias`, `*norm*`."
+        default="*", description="Shell pattern of parameter names: `encoder.*`, `*.bias`, `*norm*`."
     )
     at_most_dimensions: int | None = Field(
         default=None,
         ge=0,
-        description="Only tensors of at most this many dimensions: 1 for biases and norms of any name.",
+        description="Only tensors of at most so many dimensions: 1 for biases and norms.",
     )
-    learning_rate: float = Field(default=1.0, gt=0, description="Factor on the learning rate (Mehta et al.'s alpha).")
+    learning_rate: float = Field(default=1.0, gt=0, description="Factor on the learning rate.")
     weight_decay: bool = Field(default=True, description="false: these weights do not decay.")
     trust_ratio: bool = Field(default=True, description="false: LAMB and LARS use ratio 1 for these.")
 
 
 class OptimizerParams(Section):
-    betas: tuple[float, float] = Field(
-        default=(0.9, 0.999), description="AdamW, LAMB: decay of the first and of the second moment."
-    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW, LAMB: decay of both moments.")
     eps: float = Field(
         default=1e-8, gt=0, description="Added to the denominator of AdamW and LAMB, and of LARS's trust ratio."
     )
     weight_decay: float = Field(
         default=0.0,
         ge=0,
-        description="AdamW: decoupled; LAMB: added to the direction; SGD and LARS: added to the gradient.",
+        description="Decoupled in AdamW, added to LAMB's direction, and to the gradient in SGD and LARS.",
     )
     noise_floor: float | None = Field(
         default=None,
         gt=0,
-        description="DP-AdamBC: the known variance of the noise is subtracted from the second moment, and the result "
-        "is clamped to at least this number; its root is the denominator, without eps.",
+        description="DP-AdamBC: the noise's variance leaves the second moment, clamped to this; its root replaces the "
+        "denominator.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
     trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
@@ -63,8 +61,8 @@ class OptimizerParams(Section):
     gradient_norm: float | None = Field(
         default=None,
         gt=0,
-        description="A mean gradient with a larger norm is scaled down to this norm. In a private phase that happens "
-        "after the noise and does not bound any record's contribution; privacy.clip does.",
+        description="Scales down a mean gradient of a larger norm; in private phases after the noise, and no bound on "
+        "a record.",
     )
     rules: list[ParameterRule] = Field(default=[], description="Exceptions for some parameters.")
 
@@ -79,12 +77,12 @@ class OptimizerParams(Section):
 class Optimizer(Section):
     type: OptimizerType = Field(default="AdamW", description="The update rule.")
     params: OptimizerParams = Field(
-        default=OptimizerParams(), description="Its settings; those that the type does not use are refused."
+        default=OptimizerParams(), description="Its settings; what the type does not use is refused."
     )
     carry: Carry = Field(
         default="none",
-        description="State taken over from the previous phase. second-moment: as in Bu et al., with the first moment "
-        "zeroed and the step count kept.",
+        description="State taken from the previous phase; second-moment zeroes the first moment and keeps the step "
+        "count.",
     )
 
     @model_validator(mode="after")
@@ -107,11 +105,9 @@ class Schedule(Section):
     """Learning rate of step t = 1, 2, …: the smaller of a warm-up from `start` and a shape that falls to `floor`."""
 
     peak: float = Field(gt=0, description="Learning rate after the warm-up.")
-    warmup: int = Field(
-        default=0, ge=0, description="Steps of linear warm-up; the first step already has a rate above `start`."
-    )
+    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up; the first is already above `start`.")
     warmup_epochs: float | None = Field(
-        default=None, ge=0, description="Length of the warm-up in passes over the records, instead of `warmup`."
+        default=None, ge=0, description="Warm-up in passes over the records, instead of `warmup`."
     )
     shape: Literal["constant", "linear", "cosine", "inverse-sqrt"] = Field(
         default="cosine", description="How the rate moves after the warm-up."
@@ -119,20 +115,20 @@ class Schedule(Section):
     end: int | None = Field(
         default=None,
         gt=0,
-        description="Last step of the shape, which stays at its floor afterwards; null: the last step of the phase.",
+        description="Last step of the shape, which then stays at its floor; null: the phase's last.",
     )
-    start: float = Field(default=0.0, ge=0, description="Learning rate from which the warm-up rises.")
+    start: float = Field(default=0.0, ge=0, description="Learning rate at which the warm-up begins.")
     floor: float = Field(default=0.0, ge=0, description="Learning rate to which linear and cosine fall.")
     shape_from: Literal["warmup", "first-step"] = Field(
         default="warmup",
-        description="Where the shape begins; ViP's cosine begins at the first step, under the warm-up.",
+        description="Where the shape begins; ViP's cosine begins under the warm-up.",
     )
     first_step: Literal[0, 1] = Field(
         default=1,
-        description="Number of the first step in the warm-up; 0, as in DP-Cap's code: its rate is `start`.",
+        description="Number of the first step in the warm-up; 0, as in DP-Cap's code, gives it the rate `start`.",
     )
     hold: int = Field(
-        default=1, gt=0, description="Steps for which a rate is kept; the length of an epoch gives one rate per epoch."
+        default=1, gt=0, description="Steps for which a rate is kept; an epoch's length gives one rate per epoch."
     )
 
     @model_validator(mode="after")
@@ -149,11 +145,11 @@ class Schedule(Section):
 class Offload(Section):
     """Optimizer state in host memory: all of it, since DeepSpeed would update the rest with an optimizer of its own."""
 
-    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state is kept: in host memory.")
-    pin_memory: bool = Field(default=False, description="Keeps that memory page-locked, for faster copies.")
+    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state is kept.")
+    pin_memory: bool = Field(default=False, description="Page-locked memory, for faster copies.")
     adam: Literal["torch", "deepspeed"] = Field(
         default="torch",
-        description="deepspeed: AdamW runs on the kernel of DeepSpeedCPUAdam, which is compiled at the first run.",
+        description="deepspeed: AdamW by the kernel of DeepSpeedCPUAdam, compiled at the first run.",
     )
 
 
@@ -163,18 +159,14 @@ class ZeroOptimization(Section):
     stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."
     )
-    reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one reduction takes.")
-    allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements that one gather takes.")
-    contiguous_gradients: bool = Field(
-        default=True, description="Copies gradients into one buffer as they are computed."
-    )
+    reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements per reduction.")
+    allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements per gather.")
+    contiguous_gradients: bool = Field(default=True, description="Copies gradients into one buffer.")
     overlap_comm: Literal[False] = Field(
         default=False, description="Refused otherwise: it would reduce while micro-batches still arrive."
     )
     round_robin_gradients: Literal[False] = Field(
-        default=False, description="Refused otherwise: it reorders shards, so that noise and weights no longer match."
+        default=False, description="Refused otherwise: noise and weights would no longer match."
     )
-    offload_optimizer: Offload | None = Field(
-        default=None, description="Keeps optimizer state in host memory; null: on the device."
-    )
+    offload_optimizer: Offload | None = Field(default=None, description="Keeps optimizer state in host memory.")
     stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")

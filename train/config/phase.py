@@ -22,19 +22,15 @@ from murmuration.train.config.section import Section, word_given
 class Monitor(Section):
     """Public records on which the loss's slope and curvature are measured at checkpoints."""
 
-    path: str = Field(
-        description="Tar shards or a folder of images, indexed; must contain no record that a private phase protects."
-    )
-    public: Literal[True] = Field(
-        description="Your word that nobody's privacy depends on these records; the certificate repeats it."
-    )
+    path: str = Field(description="Indexed shards or images without any record that a private phase protects.")
+    public: Literal[True] = Field(description="Your word that these records are public; the certificate repeats it.")
     records: int = Field(
-        default=256, ge=2, description="Number of records; each costs about 13 + 23·probes forward passes."
+        default=256, ge=2, description="Records measured; each costs about 13 + 23·probes forward passes."
     )
-    every: int = Field(default=1, gt=0, description="Number of checkpoints from one measurement to the next.")
+    every: int = Field(default=1, gt=0, description="Checkpoints from one measurement to the next.")
     probes: int = Field(default=4, gt=0, description="Random vectors for each of the two traces.")
     micro_batch: int | None = Field(
-        default=None, gt=0, description="Records measured at a time; null: a quarter of the training micro-batch."
+        default=None, gt=0, description="Records at a time; null: a quarter of the training micro-batch."
     )
 
     @model_validator(mode="before")
@@ -52,12 +48,11 @@ class ZeroShot(Section):
     prompt: str = Field(default="a photo of a", description="How the caption begins.")
     axes: Annotated[dict[str, Annotated[list[str], Field(min_length=1)]], Field(min_length=1)] | None = Field(
         default=None,
-        description="Labels by the name of the field that contains the number of the true one (of a record's .json, or "
-        "cls); scored in order, each after the words found so far. null: the class folders of the records.",
+        description="Labels by the field that holds the true one's number, scored in order; null: the class folders.",
     )
     class_names: str | None = Field(
         default=None,
-        description="Without axes: a public JSON file {class: [name, …]}; null: the names of the class folders.",
+        description="Without axes: a public JSON file {class: [name, …]}; null: the folders' names.",
     )
 
     @model_validator(mode="after")
@@ -70,34 +65,28 @@ class ZeroShot(Section):
 
 
 class Evaluation(Section):
-    """Public held-out records, measured only at checkpoints: no result is published before the weights are durable."""
+    """Public held-out records, measured at checkpoints and published once the weights are durable."""
 
-    path: str = Field(description="Tar shards or a folder of images, indexed.")
-    public: Literal[True] = Field(
-        description="Your word that nobody's privacy depends on these records; the certificate repeats it."
-    )
-    records: int = Field(default=512, gt=0, description="Number of records that are measured.")
+    path: str = Field(description="Indexed shards or images.")
+    public: Literal[True] = Field(description="Your word that these records are public; the certificate repeats it.")
+    records: int = Field(default=512, gt=0, description="Records measured.")
     resize: int | None = Field(
         default=None,
         gt=0,
-        description="Pixels that the shorter side is resized to (bicubic) before `crop`; null: 256 if `crop` is given, "
-        "else no resizing: all of the middle square is shown.",
+        description="Shorter side before `crop`, in pixels; null: 256 with `crop`, else the whole middle square.",
     )
     crop: int | None = Field(
         default=None,
         gt=0,
-        description="Side of the middle that is then cut out; null: 224 if `resize` is given. For a model of another "
-        "image size, both are scaled alike.",
+        description="Side of the middle that is cut out; null: 224 with `resize`. Another image size scales both.",
     )
     zero_shot: ZeroShot | None = Field(
         default=None,
-        description="Scores labels as the next words of a caption; only with objective caption. null: class folders "
-        "are scored by their names.",
+        description="Objective caption: scores labels as the next words; null: class folders by their names.",
     )
     real: str | None = Field(
         default=None,
-        description="ReaL: a public JSON file {picture: [class, …]} with all classes that are right for each picture, "
-        "or the published real.json for ImageNet's validation set. Accuracy by it is measured beside top-1 and top-5.",
+        description="ReaL: a public JSON file {picture: [class, …]} with all right classes, or ImageNet's real.json.",
     )
 
     @model_validator(mode="before")
@@ -120,31 +109,28 @@ class Evaluation(Section):
 
 
 class Plateau(Section):
-    """Ends the phase once the loss on the public held-out records stops falling. A private phase that may end this way
-    claims its planned budget."""
+    """Ends the phase once the public held-out loss stops falling; a private one then claims its planned budget."""
 
     patience: int = Field(default=3, gt=0, description="Consecutive checkpoints without improvement.")
-    min_delta: float = Field(default=0.0, ge=0, description="A loss that falls by less counts as no improvement.")
-    not_before: int = Field(default=0, ge=0, description="Smallest number of steps before the phase may end.")
+    min_delta: float = Field(default=0.0, ge=0, description="A loss that falls by less is no improvement.")
+    not_before: int = Field(default=0, ge=0, description="Fewest steps before the phase may end.")
 
 
 class Mixing(Section):
     """Mixes public gradients with the noised ones: alpha · public + (1 - alpha) · private, after the noise."""
 
-    data: ShardData | SyntheticData = Field(description="Public records, of source shards or synthetic.")
-    batch: int = Field(gt=0, description="Public records per step, drawn by a sampler of their own.")
+    data: ShardData | SyntheticData = Field(description="Public records: shards or synthetic.")
+    batch: int = Field(gt=0, description="Public records per step, from a sampler of their own.")
     shape: Literal["constant", "cosine", "linear", "switch", "sample-ratio"] = Field(
         default="constant",
-        description="How alpha moves from `start` to `end`. cosine: a quarter wave, which is DPMD with 0 to 1; switch: "
-        "all at once; sample-ratio: always batch / (batch + expected_batch).",
+        description="How alpha moves. cosine: a quarter wave; switch: all at once; sample-ratio: batch / (batch + "
+        "expected_batch).",
     )
     start: float | None = Field(default=0.5, ge=0, le=1, description="Alpha at the first step; null for sample-ratio.")
     end: float | None = Field(
         default=None, ge=0, le=1, description="Alpha after `steps`; null for constant and sample-ratio."
     )
-    steps: int | None = Field(
-        default=None, gt=0, description="Steps before alpha is `end`; null: all steps of the phase."
-    )
+    steps: int | None = Field(default=None, gt=0, description="Steps until alpha is `end`; null: the whole phase.")
 
     @model_validator(mode="after")
     def _means_something(self) -> Mixing:
@@ -177,13 +163,11 @@ class Mixing(Section):
 
 
 class Features(Section):
-    """Outputs of the frozen part of the model for every record, computed once and stored, to train only a head."""
+    """Outputs of the frozen body for every record, computed once, to train only a head."""
 
     folder: str | None = Field(
         default=None,
-        description="Where features are stored, those of the held-out records of `evaluation` too; null: "
-        "RUN_DIR/secret. Runs that name the same folder share them. Features of private records are as private as "
-        "the records.",
+        description="Where features are stored and shared, as private as the records; null: RUN_DIR/secret.",
     )
 
 
@@ -193,19 +177,18 @@ class SolvedHead(Section):
     ridge: float | None = Field(
         default=None,
         gt=0,
-        description="Added to every eigenvalue of the mean of z·zᵀ, whose largest is at most 1; null: a quarter "
-        "of the largest eigenvalue that noise alone is expected to have.",
+        description="Added to the eigenvalues of the mean of z·zᵀ; null: a quarter of the largest expected of noise "
+        "alone.",
     )
     feature_norm: float | None = Field(
         default=None,
         gt=0,
-        description="Features are divided by this public number and cut to length 1, and classes have biases. null: "
-        "every record's features are scaled to length 1, and classes have none.",
+        description="Public divisor of features, which are cut to length 1; classes then have biases. null: all "
+        "scaled to length 1.",
     )
     balanced: bool = Field(
         default=False,
-        description="Answers as if all classes were equally common: by linear discriminant analysis with equal priors "
-        "in place of least squares, from the same sums. Needs feature_norm.",
+        description="Linear discriminant analysis with equal priors instead of least squares; needs feature_norm.",
     )
 
     @model_validator(mode="after")
@@ -238,36 +221,29 @@ class Phase(Section):
     )
     data: Data = Field(description="Which records the phase reads.")
     objective: Literal["mae", "caption", "classify", "text"] = Field(
-        description="Loss of a record. text: the next token of its .txt, without a picture; of a language model. A "
-        "phase that only loads weights may leave it out; the next one names it."
+        description="Loss of a record; head: classify with trainable statistics. A phase that loads weights takes the "
+        "next one's."
     )
     trainable: Literal["all", "head", "bias", "lora", "statistics"] = Field(
         default="all",
-        description="Which parameters are trained; the others stay as they are. statistics: a classifier's head is "
-        "solved by least squares from two sums over its features, in one step; objective head stands for classify "
-        "with this, and the step needs no settings.",
+        description="Which parameters are trained. statistics: a classifier's head, solved in one step from two sums.",
     )
-    head: SolvedHead | None = Field(default=None, description="How that head is solved; only with statistics.")
+    head: SolvedHead | None = Field(default=None, description="How statistics are solved.")
     features: Features | None = Field(
         default=None,
-        description="Features of a frozen body, computed once; only with objective classify, trainable head and no "
-        "augmentation.",
+        description="Caches a frozen body's output; for classify, trainable head, no augmentation.",
     )
-    privacy: Privacy | None = Field(
-        default=None, description="null: the phase is not private, and every output says so."
-    )
-    mixing: Mixing | None = Field(default=None, description="Mixes public gradients in, after the noise.")
+    privacy: Privacy | None = Field(default=None, description="null: not private, and every output says so.")
+    mixing: Mixing | None = Field(default=None, description="Mixes in public gradients, after the noise.")
     batch: Annotated[int | None, BeforeValidator(_not_all)] = Field(
-        default=None, gt=0, description="Records per step; only in a phase that is not private."
+        default=None, gt=0, description="Records per step of a phase without privacy."
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="How weights are updated.")
     schedule: Schedule = Field(
         default=Schedule(peak=1.0, shape="constant"),
-        description="Learning rates; required in every phase that trains.",
+        description="Learning rates; required where the phase trains.",
     )
-    steps: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="Number of steps. Give one of steps, epochs and until_budget."
-    )
+    steps: int = Field(default=0, ge=0, le=MOST_STEPS, description="Length: one of steps, epochs and until_budget.")
     epochs: float | None = Field(
         default=None, gt=0, le=1e6, description="Passes over the records: epochs · n / batch steps, rounded up."
     )

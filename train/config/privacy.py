@@ -20,29 +20,26 @@ if TYPE_CHECKING:
 
 
 class AdaptiveClip(Section):
-    """C follows a quantile of the gradient norms, by means of a noised count that is charged with the gradient."""
+    """C follows a quantile of the gradient norms, by a noised count that is charged with the gradient."""
 
     quantile: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="Target share of gradients whose norm is at most C, so that they pass unclipped.",
+        description="Share of gradients that should pass unclipped.",
     )
     learning_rate: float = Field(default=0.2, gt=0, le=10, description="Largest change of log C in one step.")
     noise_multiplier: float | None = Field(
         default=None,
         gt=0,
-        description="Noise on the count of clipped records, in units of the 1/2 that one record adds; null: "
-        "expected_batch / 10.",
+        description="Noise on the count, in units of the 1/2 that a record adds; null: expected_batch / 10.",
     )
     span: float = Field(default=1e4, ge=1, description="C stays between norm / span and norm · span.")
 
 
 class ClipGroup(Section):
     names: str = Field(min_length=1, description="Pattern of parameter names, such as `encoder.*`.")
-    budget: float = Field(
-        gt=0, allow_inf_nan=False, description="Share of C, in proportion to the budgets of the other groups."
-    )
+    budget: float = Field(gt=0, allow_inf_nan=False, description="Share of C, relative to the other groups.")
 
 
 class Clip(Section):
@@ -50,17 +47,12 @@ class Clip(Section):
         default="flat", description="Factor on a gradient g: min(1, C/‖g‖) for flat, C/(‖g‖ + gamma) for automatic."
     )
     norm: float = Field(default=1.0, gt=0, description="C: the most that one record can move the sum.")
-    adaptive: AdaptiveClip | None = Field(
-        default=None, description="null: C stays at `norm`; otherwise `norm` is the C of the first step."
-    )
-    gamma: float = Field(
-        default=0.01, ge=0, description="Added to the norm by automatic clipping; flat clipping has none."
-    )
+    adaptive: AdaptiveClip | None = Field(default=None, description="null: C stays at `norm`; else it starts there.")
+    gamma: float = Field(default=0.01, ge=0, description="Added to the norm by automatic clipping.")
     groups: Literal["all", "block", "layer"] | Annotated[list[ClipGroup], Field(min_length=1)] = Field(
         default="all",
-        description="What is clipped together: all parameters; or each block or layer, to equal shares whose squares "
-        "sum to C²; or a list of groups with budgets of their own, where a parameter belongs to the first group that "
-        "matches its name.",
+        description="What is clipped together: all; each block or layer, to equal shares of C²; or groups by name, "
+        "first match.",
     )
 
     @property
@@ -74,17 +66,15 @@ class ReleasedMetric(Section):
     """Published with noise at every step, and charged as one event with the gradient."""
 
     name: Literal["loss", "clipped", "accuracy"] = Field(
-        description="Metric to publish: the mean training loss, the share of clipped records, or the accuracy on "
-        "held-out private records (objective classify)."
+        description="Mean training loss, share of clipped records, or accuracy on held-out private records (classify)."
     )
-    bound: float = Field(default=1.0, gt=0, description="Each record adds a number between 0 and this bound.")
+    bound: float = Field(default=1.0, gt=0, description="Each record adds between 0 and this.")
     noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
     share: float | None = Field(
         default=None,
         gt=0,
         le=0.5,
-        description="For accuracy: the share of the private records that are held out. They are drawn like all others "
-        "but not trained on in this phase.",
+        description="accuracy: share of the private records that is held out: drawn, but not trained on in this phase.",
     )
 
     def planned(self) -> PlannedMetric:
@@ -93,57 +83,50 @@ class ReleasedMetric(Section):
 
 
 class LossProbes(Section):
-    """The learning rate follows the loss along the weights' last move: every few steps, the records drawn also add
-    their loss's slope and curvature along it to two noised sums, which are charged with the gradient (HyFreeDP,
-    2503.00703)."""
+    """The learning rate follows the loss along the weights' last move, by two noised sums of slopes and curvatures that
+    are charged with the gradient (HyFreeDP, 2503.00703)."""
 
     every: int = Field(
         default=10,
         ge=2,
-        description="Steps from one probe to the next; each costs three forward passes over the step's records.",
+        description="Steps between probes, each of three forward passes.",
     )
     bound: float = Field(
         default=0.1,
         gt=0,
         allow_inf_nan=False,
-        description="Each record adds a number between -bound and bound to either sum: differences of its loss over "
-        "one step.",
+        description="Each record adds between -bound and bound to either sum.",
     )
     noise_multiplier: float = Field(
         default=10.0,
         gt=0,
-        description="Noise on either sum, in units of the bound. At a σ of 1, 10 costs 1 % more noise on gradients.",
+        description="Noise on either sum, in units of the bound; 10 costs 1 % more on gradients at σ = 1.",
     )
     most: float = Field(default=2.0, gt=1, le=10, description="Largest factor by which one probe changes the rate.")
-    span: float = Field(
-        default=1e4, gt=1, description="The learning rate stays between schedule.peak / span and peak · span."
-    )
+    span: float = Field(default=1e4, gt=1, description="The rate stays between schedule.peak / span and peak · span.")
 
 
 class BandedNoise(Section):
-    """Correlated noise: what is added to a step is partly taken back within its block of `bands` steps. The records are
-    dealt into as many parts, whose turns follow each other."""
+    """Correlated noise: later steps of a block of `bands` partly cancel a step's noise. Records form as many parts."""
 
-    kind: Literal["banded"] = Field(description="The only kind; null means independent noise.")
+    kind: Literal["banded"] = Field(description="The only kind.")
     bands: int = Field(
         ge=2,
         le=MOST_BANDS,
-        description="Steps of a block, and parts of the records; expected_batch may be at most n / bands. Each step "
-        "draws noise for up to this many steps. `account.py compare` shows what each number gives.",
+        description="Steps per block and parts of the records; expected_batch is at most n / bands.",
     )
     horizon: int | None = Field(
         default=None,
         ge=2,
-        description="Number of steps over which the noise that adds up is made least; null: all steps of the phase. "
-        "Fewer: each step has less noise, and more of it adds up.",
+        description="Steps over which accumulated noise is minimised; fewer: less noise per step. null: the whole "
+        "phase.",
     )
 
 
 class Tan(Section):
-    """Tune at low cost: batch and noise are divided by the same number. The ε reported is that of this run itself,
-    which is far larger."""
+    """Tune at low cost: batch and noise are divided by the same number. The ε reported is this run's own and larger."""
 
-    scale: float = Field(gt=1, description="Number by which expected_batch and the noise multiplier are divided.")
+    scale: float = Field(gt=1, description="Divides expected_batch and the noise multiplier.")
 
 
 MOST_VIEWS = 1024
@@ -164,44 +147,34 @@ def _every_record(given: object) -> object:
 
 
 class Privacy(Section):
-    epsilon: float = Field(gt=0, description="Privacy budget of the phase; training stops before it is exceeded.")
+    epsilon: float = Field(gt=0, description="Budget of the phase, never exceeded.")
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null: 1/(2n).")
     expected_batch: Annotated[float, BeforeValidator(_every_record)] = Field(
         gt=0,
         allow_inf_nan=True,
         json_schema_extra=_or_all,
-        description="q·n, the expected number of records per step: the constant by which every noised sum is divided. "
-        "all: every record in every step.",
+        description="q·n, which divides every noised sum; all: q = 1.",
     )
     sampling: SamplingKind = Field(
         default="poisson",
-        description="Who takes part in a step. poisson: each record, independently, with probability q. allocation: "
-        "the steps are cut into epochs, in each of which every record takes part in exactly one step, so that "
-        "expected_batch is rounded to a whole number of times in all; less noise for the same epsilon.",
+        description="poisson: each record with probability q; allocation: each in exactly one step of every epoch, "
+        "with less noise.",
     )
     clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
-    noise_multiplier: float | None = Field(
-        default=None, ge=0.1, description="σ; null: calibrated to epsilon by PLD and rounded up."
-    )
-    noise: BandedNoise | None = Field(
-        default=None, description="null: each step has noise of its own; otherwise it is correlated over steps."
-    )
+    noise_multiplier: float | None = Field(default=None, ge=0.1, description="σ; null: calibrated to epsilon.")
+    noise: BandedNoise | None = Field(default=None, description="null: independent between steps; else correlated.")
     views: int = Field(
         default=1,
         ge=1,
         le=MOST_VIEWS,
-        description="K: how often each drawn record is seen in a step, with a crop, mask, caption and dropout of its "
-        "own each time. The mean of these K gradients is clipped as one, so that C and epsilon stay what they are; a "
-        "micro-batch computes K rows for each of its records.",
+        description="K augmented views of each record per step, whose mean gradient is clipped; a micro-batch has K "
+        "times the rows.",
     )
     tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
-    release: list[ReleasedMetric] = Field(
-        default=[], description="Metrics of private records that are published with noise, at most one of each."
-    )
+    release: list[ReleasedMetric] = Field(default=[], description="Metrics of private records, published with noise.")
     loss_probes: LossProbes | None = Field(
         default=None,
-        description="null: learning rates are the schedule's; otherwise a factor on them is found while training, from "
-        "noised probes of the loss. Needs a constant schedule, whose peak is the first guess.",
+        description="Finds a factor on the learning rate from noised probes; needs a constant schedule.",
     )
 
     @field_serializer("expected_batch")
@@ -267,19 +240,14 @@ class Privacy(Section):
 
 
 class Tuning(Section):
-    """Declares what was chosen by looking at outputs of private runs on these records; the certificate includes it. All
-    of these runs are priced as runs with this one's plan (q, σ, T, draws)."""
+    """Certified: what was chosen by outputs of private runs on these records, all priced by this run's plan."""
 
-    statement: str = Field(min_length=1, description="What was tried, and which outputs decided the choice.")
-    mean: float | None = Field(
-        default=None, ge=1, description="Average number of runs; null: nothing is charged, and the run is NOT PRIVATE."
-    )
+    statement: str = Field(min_length=1, description="What was tried, and which outputs decided.")
+    mean: float | None = Field(default=None, ge=1, description="Mean number of runs; null: NOT PRIVATE.")
     shape: float | Literal["poisson"] = Field(
-        default=1.0, description="Distribution of the number of runs: 0 logarithmic, 1 geometric, or poisson."
+        default=1.0, description="Distribution of that number: 0 logarithmic, 1 geometric, or poisson."
     )
-    fixed: bool = Field(
-        default=False, description="The number of runs was fixed beforehand, and all of them are charged."
-    )
+    fixed: bool = Field(default=False, description="The number was fixed beforehand, and all runs are charged.")
 
     @model_validator(mode="after")
     def _possible(self) -> Tuning:

@@ -18,16 +18,14 @@ from murmuration.train.config.root import json_schema
 HEADER = """\
 # Config reference
 
-Every key of a config, generated from the schema: do not edit this page by hand. [config.md](config.md) explains how the
-file is read and which keys belong together. After a change of the schema, regenerate both files:
+Every key of a config; [config.md](config.md) explains how the file is read. Unknown keys are refused. A key may be
+`null` where that is its default. Don't edit this page: the schema generates it.
 
     python -m murmuration.train.config.reference > docs/config-reference.md
     python -m murmuration.train.config.reference --schema > ds_configs/schema.json
-
-Unknown keys are refused. A key without a default is required.
 """
-TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
-LIMITS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean"}
+LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 Node = dict[str, Any]
 
 
@@ -37,6 +35,7 @@ class Reference:
     def __init__(self, schema: Node) -> None:
         self._schema = schema
         self._titles: dict[str, str] = {}
+        self._told = set[tuple[str, str]]()
         self._name_sections("", schema)
 
     def markdown(self) -> str:
@@ -67,11 +66,19 @@ class Reference:
     def _section(self, title: str, section: Node) -> list[str]:
         required = {*section.get("required", ()), *section.get("else", {}).get("required", ())}
         rows = [
-            "| " + " | ".join((f"`{key}`", self._type(field), _default(field, key in required), _meaning(field))) + " |"
+            f"| `{key}` | {self._type(field)} | {_default(field, key in required)} | {self._meaning(key, field)} |"
             for key, field in section["properties"].items()
         ]
         about = [" ".join(section["description"].split()), ""] if "description" in section else []
         return [f"## {title}", "", *about, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+
+    def _meaning(self, key: str, field: Node) -> str:
+        """Kinds of data share keys, which are explained once."""
+        meaning = field["description"].replace("|", "\\|")
+        if (key, meaning) in self._told and len(meaning) > len("As above.") * 2:
+            return "As above."
+        self._told.add((key, meaning))
+        return meaning
 
     def _type(self, field: Node) -> str:
         if "$ref" in field:
@@ -83,7 +90,7 @@ class Reference:
             return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
         if choices := field.get("anyOf", field.get("oneOf")):
             types = " or ".join(self._type(choice) for choice in choices if choice.get("type") != "null")
-            return types + (", or `null`" if {"type": "null"} in choices else "")
+            return types + (" or `null`" if {"type": "null"} in choices and field.get("default", 0) is not None else "")
         if field["type"] == "object":
             inner = field.get("additionalProperties")
             return f"object of {self._type(inner)}" if isinstance(inner, dict) else "object"
@@ -92,10 +99,10 @@ class Reference:
         # The type of a number or text, with its limits.
         if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
             return f"`{field['minimum']}`"
-        limits = [f"{word} {_number(field[limit])}" for limit, word in LIMITS.items() if limit in field]
-        limits += [f"like `{field['pattern']}`"] if "pattern" in field else []
-        limits += ["that is not empty"] if field.get("minLength") else []
-        return f"{TYPES[field['type']]} {' and '.join(limits)}".rstrip()
+        limits = ", ".join(f"{sign} {_number(field[limit])}" for limit, sign in LIMITS.items() if limit in field)
+        words = [TYPES[field["type"]], *([f"`{limits}`"] if limits else [])]
+        words += [f"like `{field['pattern']}`"] if "pattern" in field else []
+        return " ".join(words) + (", not empty" if field.get("minLength") else "")
 
     def _list(self, field: Node) -> str:
         """A list of fixed length has a type for each position."""
@@ -114,11 +121,7 @@ def _default(field: Node, required: bool) -> str:
     if required:
         return "required"
     # A section's default is made of the defaults of its keys, which have a table of their own.
-    return "its defaults" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
-
-
-def _meaning(field: Node) -> str:
-    return field["description"].replace("|", "\\|")
+    return "–" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
 
 
 def main() -> None:

@@ -27,15 +27,15 @@ __all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroShot", "json_sc
 
 
 class About(Section):
-    """For people: what the recipe is, what it costs, what to expect. Not part of the run's identity."""
+    """For people; not part of the run's identity."""
 
-    command: str = Field(default="", description="The command that starts this recipe.")
-    hardware: str = Field(default="", description="The hardware that it is intended for.")
-    cost: str = Field(default="", description="The time that it takes.")
-    expect: str = Field(default="", description="The result to expect.")
-    source: str = Field(default="", description="The paper or idea that it comes from.")
+    command: str = Field(default="", description="Command that starts it.")
+    hardware: str = Field(default="", description="Intended hardware.")
+    cost: str = Field(default="", description="Time it takes.")
+    expect: str = Field(default="", description="Expected result.")
+    source: str = Field(default="", description="Paper or idea it comes from.")
     data: str = Field(default="", description="What the private records are and where they come from; certified.")
-    owner: str = Field(default="", description="Who is responsible for the data and this training; certified.")
+    owner: str = Field(default="", description="Who is responsible for data and training; certified.")
 
 
 AUTO, GIVEN = "auto", "number"  # how the micro-batch is given
@@ -48,82 +48,70 @@ WITNESS_URLS = ("https://", "http://")
 class Run(Keeping):
     engine: Literal["deepspeed", "fsdp2", "local"] = Field(
         default="deepspeed",
-        description="fsdp2: PyTorch's fully_shard, without DeepSpeed. local: one process, plain PyTorch. Both ignore "
-        "`zero_optimization`. Checkpoints fit all three.",
+        description="fsdp2: PyTorch's fully_shard; local: one plain process. Checkpoints fit all three.",
     )
     shard_over: int | None = Field(
         default=None,
         ge=2,
-        description="With fsdp2: the number of ranks over which one copy of the weights is sharded; further ranks hold "
-        "further copies (HSDP). Best the GPUs of a node. It must divide the ranks; null: one copy on all of them.",
+        description="fsdp2: ranks that share one copy of the weights (HSDP), best a node's GPUs; null: all.",
     )
     clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
         default="book-keeping",
-        description="reference and opacus keep one gradient per record in memory: for checking small models.",
+        description="reference and opacus keep one gradient per record in memory: to check small models.",
     )
     clip_memory: Literal["lean", "fast"] = Field(
         default="lean", description="fast: small models keep some per-record gradients, at up to 1.5 times the memory."
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="Precision of matrix products in layers; weights, norms and sums are never in half precision.",
+        description="Of matrix products in layers; weights, norms and sums are never in half precision.",
     )
     noise: NoiseKind = Field(
         default="aes",
-        description="exact: whole multiples of a grid, drawn exactly, so that no floating-point rounding shapes the "
-        "noise; about half as fast. chacha20: drawn on the device where it is added, so that it needs no host cores "
-        "and no transfer.",
+        description="chacha20: drawn on the device; exact: whole multiples of a grid, free of floating-point "
+        "rounding, half as fast.",
     )
     cuda_graph: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: on a GPU, below ZeRO-3, private micro-batches are recorded once and replayed, if a first "
-        "replay gives the same bits; with an adaptive clip norm they are not. A recording keeps the memory of a "
-        "micro-batch for itself.",
+        description="auto: on a GPU below ZeRO-3, private micro-batches are recorded once and replayed, unless C is "
+        "adaptive.",
     )
     compile: Literal["off", "blocks"] = Field(
         default="off",
-        description="blocks: the model's repeated blocks run as compiled code, which can be faster on a GPU, after a "
-        "minute or two at the start (more where blocks differ, as a ResNet's do). Below ZeRO-3. In phases with "
-        "privacy, blocks that cannot be compiled run as written, and logs/private says why; with FSDP2, all do.",
+        description="blocks: compiles the model's repeated blocks where it can; phases without privacy need a stage "
+        "below 3.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        description="For the backward pass, blocks of the model keep only their inputs and compute the rest again. It "
-        "saves memory with adapters, biases and long texts; with all weights of wide layers in a phase with privacy, "
-        "hardly any. `murmuration plan` says how much. A step takes up to half as long again.",
+        description="Blocks keep only their inputs: less memory with adapters and long texts, steps up to half as "
+        "long again.",
     )
     dir: str | None = Field(
         default=None, description="Run directory; null: `runs/<config name>` in the current folder."
     )
     registry: str | None = Field(
         default=None,
-        description="A common folder for the log of runs: for read-only data, URLs and copies.",
+        description="Common folder of the log of runs, for read-only data, URLs and copies.",
     )
     witness: str | None = Field(
         default=None,
-        description="URL or command that receives the ledger's length and head at every checkpoint, so that nobody can "
-        "rewrite the ledger later. The witness learns when checkpoints were made. A command in a file that somebody "
-        "else can change is refused unless `--set` repeats it.",
+        description="URL or command that receives the ledger's length and head at every checkpoint.",
     )
-    log_every: int = Field(default=10, gt=0, description="Steps from one line on the console to the next.")
+    log_every: int = Field(default=10, gt=0, description="Steps between lines on the console.")
     private_curves: bool = Field(
         default=False,
-        description="Keeps curves of private records without noise (loss, norms, batch sizes, times) for the owner; "
-        "decisions based on them are outside the claim, and the certificate says so.",
+        description="Keeps curves without noise for the owner; decisions based on them are outside the claim.",
     )
     audit: bool = Field(
         default=False,
-        description="Audits the recipe once the run has ended, in one process, and adds the result to the certificate "
-        "as evidence: 4 steps with canaries, and 1 to 4 steps made twice, one in 200. Draws, noise and ε are those of "
-        "a run without it; the key is destroyed after it.",
+        description="Audits the recipe after the run and adds the result to the certificate as evidence.",
     )
     keep_key: bool = Field(
         default=False,
-        description="Keeps the secret file, in its final state, after the final certificate is written: it can sign "
-        "another certificate, and contains no key of a step whose weights were released.",
+        description="Keeps the final secret file: it can sign, and gives no key of a released step.",
     )
     tuned_on_private_data: Tuning | None = Field(
-        default=None, description="Declares that settings were chosen from outputs of private runs on these records."
+        default=None, description="Declares what was chosen from outputs of private runs on these records."
     )
     debug_seed: int | None = Field(
         default=None, description="Derives all keys from this seed: repeatable, and NOT PRIVATE."
@@ -181,15 +169,15 @@ class Config(Section):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, title="Murmuration run")
 
     schema_path: str | None = Field(
-        default=None, alias="$schema", description="Path of ds_configs/schema.json, by which editors complete keys."
+        default=None, alias="$schema", description="Path of ds_configs/schema.json, for editors."
     )
     about: About = Field(default=About(), description="What the recipe is, for people.")
     train_micro_batch_size_per_gpu: MicroBatchRows = Field(
-        description="Rows of one micro-batch on one rank. auto: as many as fit, found when a run begins and kept by it."
+        description="Rows that a rank computes at once; auto: as many as fit, kept by the run."
     )
     gradient_accumulation_steps: Literal[1] = Field(
         default=1,
-        description="Refused otherwise: Poisson batches vary in size, so the trainer does its own accumulation.",
+        description="Refused otherwise: Poisson batches vary in size.",
     )
     gradient_clipping: float = Field(
         default=0.0, ge=0, le=0, description="Refused otherwise: it would clip the mean after the noise."
@@ -200,7 +188,7 @@ class Config(Section):
         default=ZeroOptimization(), description="How DeepSpeed shards the training."
     )
     model: ModelSettings = Field(description="What is trained.")
-    phases: list[Phase] = Field(min_length=1, description="The phases of the run, in order.")
+    phases: list[Phase] = Field(min_length=1, description="The run's phases, in order.")
     run: Run = Field(default=Run(), description="How the run computes, and how it is saved.")
 
     @property
@@ -340,15 +328,15 @@ class Config(Section):
         if self.run.compile == "off":
             return self
         public = any(phase.privacy is None for phase in self.phases if phase.trains)
-        if not public and (self.run.engine == "fsdp2" or self.run.clip_engine != "book-keeping"):
+        if not public and self.run.clip_engine != "book-keeping":
             raise ValueError(
-                f'run.compile = "{self.run.compile}": with run.engine = "fsdp2" or another clip engine than '
-                "book-keeping, phases with privacy run as they are written, and all phases here have it; leave it out"
+                f'run.compile = "{self.run.compile}": with another clip engine than book-keeping, phases with privacy '
+                "run as they are written, and all phases here have it; leave it out"
             )
-        if self.run.engine == "deepspeed" and self.zero_optimization.stage == 3:
+        if public and self.run.engine == "deepspeed" and self.zero_optimization.stage == 3:
             raise ValueError(
-                f'run.compile = "{self.run.compile}": ZeRO-3 gathers weights inside the blocks, where compiled code '
-                'cannot run; use another stage, or run.engine = "fsdp2"'
+                f'run.compile = "{self.run.compile}": in phases without privacy, ZeRO-3 gathers weights inside the '
+                'blocks, where compiled code cannot run; use another stage, or run.engine = "fsdp2"'
             )
         if public and (self.model.dropout or self.model.drop_path):
             raise ValueError(

@@ -42,27 +42,25 @@ COLLECTIVE_SECONDS = 1800
 class Keeping(Section):
     """Nothing here shapes what is released, so a resumed run may change it."""
 
-    checkpoint_every: int = Field(default=100, gt=0, description="Steps from one checkpoint to the next.")
+    checkpoint_every: int = Field(default=100, gt=0, description="Steps between checkpoints.")
     checkpoint_lag: int = Field(
         default=1, ge=0, description="Steps that training continues while a checkpoint is written; 0: it waits."
     )
-    keep_checkpoints: int = Field(default=2, gt=0, description="Number of most recent checkpoints that are kept.")
-    keep_every: int | None = Field(
-        default=None, gt=0, description="Checkpoints whose step is a multiple of this are kept permanently."
-    )
+    keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints kept.")
+    keep_every: int | None = Field(default=None, gt=0, description="Keeps checkpoints whose step is a multiple.")
     keep_best: str | None = Field(
         default=None,
-        description="The checkpoint with the best value of this public metric is kept too, such as public_loss or "
-        "accuracy (which is top_1); the run then claims its planned budget.",
+        description="Also keeps the best by this public metric, such as public_loss or accuracy; the planned budget "
+        "is claimed.",
     )
     stall_seconds: float = Field(
         default=1200.0,
         gt=0,
         le=COLLECTIVE_SECONDS - 100,
-        description="A rank that makes no progress for this long ends the job with exit code 75.",
+        description="A rank without progress for so long ends the job with exit code 75.",
     )
     stop_after_minutes: float | None = Field(
-        default=None, gt=0, description="The run saves and ends with exit code 75 this long after its start."
+        default=None, gt=0, description="The run then saves and ends with exit code 75."
     )
 
     @field_validator("keep_best")

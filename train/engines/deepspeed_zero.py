@@ -37,6 +37,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
@@ -128,10 +129,16 @@ class DeepSpeedEngine:
         self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         if isinstance(forward, PrivateForward) and self.partitioned:
             let_frameworks_see_all_records(forward.model)
-            # A tap uses parameters of another module, so they are registered for ZeRO-3 to gather.
-            for tap in forward.handover.taps:
-                for parameter in tap.taken:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
-                    deepspeed.zero.register_external_parameter(tap, parameter)
+            for parameter in forward.model.parameters():
+                parameter.lent = True  # pyright: ignore[reportAttributeAccessIssue]
+            # ZeRO-3 gathers what a module owns when that is called. A tap uses parameters of another module, and within
+            # a compiled block no module is called.
+            uses = [(tap, tap.taken) for tap in forward.handover.taps]  # pyright: ignore[reportCallIssue]
+            if isinstance(forward.clip, BookKeepingClip) and forward.clip.blocks is not None:
+                uses += [(block, block.parameters()) for block in forward.clip.blocks.modules]
+            for module, parameters in uses:
+                for parameter in parameters:  # pyright: ignore[reportGeneralTypeIssues]
+                    deepspeed.zero.register_external_parameter(module, parameter)
         # ZeRO-3 has no option to reduce by a sum.
         self._scale = ranks.world if zero.stage == 3 else 1
         require_fp32(self._forward)

@@ -86,12 +86,8 @@ class Settings:
         if self.dataset in self.public.values():
             raise PlanError(f"public: {self.dataset!r} is what this run protects; name other records")
         EngineSettings(self.engine, 1, self.zero, self.shard_over)  # refuses what does not fit
-        whole = self.engine == "local" or (self.engine == "deepspeed" and self.zero.stage < 3)
-        if self.computation.compile == "blocks" and not (whole and self.computation.clip_engine == "book-keeping"):
-            raise PlanError(
-                'compile="blocks" needs whole weights and the book-keeping clip engine; use engine "local", or '
-                '"deepspeed" at a stage below 3, or leave it out'
-            )
+        if self.computation.compile == "blocks" and self.computation.clip_engine != "book-keeping":
+            raise PlanError('compile="blocks" needs the book-keeping clip engine; leave one of the two out')
         if self.computation.gradient_checkpointing and (
             self.computation.compile != "off" or self.computation.clip_engine != "book-keeping"
         ):
