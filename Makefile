@@ -1,5 +1,5 @@
 # make setup | demo | test | test-full | test-slow | test-kernels | test-oldest | test-times | fuzz | mutate | lint.
-# Each creates .venv if it is missing; nothing need be set up before.
+# Each creates .venv if it is missing; nothing need be set up before. CUDA=12 make setup takes PyTorch for CUDA 12.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := $(CURDIR)/.venv/bin
@@ -22,7 +22,7 @@ CAPTIONS := runs/demo/captions
 .PHONY: setup demo test test-core test-rest test-full test-slow test-kernels test-oldest test-times fuzz mutate lint
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt constraints-cu12.txt
 	@sh launch/setup.sh "$(PYTHON)"
 	@touch $@
 

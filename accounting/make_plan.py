@@ -24,6 +24,8 @@ from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 LEAST_SIGMA = 0.1
 """Below it, accounting takes minutes and its answers are in the hundreds."""
 
+ADAPTIVE_SPAN = 1e4
+
 
 @dataclass(frozen=True)
 class AdaptiveRequest:

@@ -82,6 +82,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    from murmuration.data.index.open import require_index
+    from murmuration.data.store.place import ShardError
     from murmuration.train.config.section import RecipeError
 
     try:
@@ -100,6 +102,12 @@ def main(argv: list[str] | None = None) -> int:
                 f"{' and '.join(named)}: only what is public may be used without noise; add --public, your word that "
                 "nobody's privacy depends on it, or leave it out (records held out of the private ones are private)"
             )
+        for option, source in {"--data": arguments.data, "--held-out": arguments.held_out}.items():
+            try:
+                require_index(source or arguments.data)
+            except ShardError as error:
+                raise RecipeError(f"{option}: {error}") from None
+        # Only now: it brings PyTorch along.
         from murmuration.launch.first_config import ConfigRequest, compose, told
 
         asked = ConfigRequest(

@@ -135,12 +135,16 @@ def _count(text: str) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from murmuration.train.config.load import load
+
+    config = load(arguments.config, arguments.set)
+    # Only now: it brings PyTorch along.
     from murmuration.train.commands.check import Wanted, check
 
     out = arguments.out or Path(f"{arguments.config.stem}-check.html")
     most = None if arguments.all else max(1, arguments.sample)
     wanted = Wanted(arguments.phase, most, arguments.records, arguments.workers, out)
-    check(arguments.config, arguments.set, wanted)
+    check(config, arguments.config.name, wanted)
     return 0
 
 

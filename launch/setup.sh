@@ -21,9 +21,15 @@ echo "Setting up .venv: about 5 GB on disk, most of it PyTorch with its GPU libr
 # A file that is not one of the tested ones is refused. Of pip, constraints do not ask for hashes, so it gets a list.
 sed -n '/^uv==/,/[^\\]$/p' constraints.txt > .venv/uv.txt
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.txt
+constraints=constraints.txt
+if [ "${CUDA:-13}" = 12 ]; then
+    constraints=.venv/constraints.txt
+    awk '/^[a-z]/ { other = /^(torch|torchvision|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==/ } !other' constraints.txt \
+        | cat - constraints-cu12.txt > "$constraints"
+fi
 # Compiled here and once: where PYTHONDONTWRITEBYTECODE is set, as in many containers, every start would compile anew.
 .venv/bin/uv pip install --quiet --compile-bytecode --python .venv/bin/python -r pyproject.toml --extra dev \
-    -c constraints.txt || {
+    -c "$constraints" || {
     echo "error: not installed, for the reason above; if a hash differs because PyTorch comes from another index (for" \
         "the CPU alone): UV_NO_VERIFY_HASHES=1 make setup" >&2
     exit 2

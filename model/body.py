@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from murmuration.model.named import Named, NamedError
+from murmuration.model.named import Named, NamedError, cannot_be_built
 from murmuration.model.safety import CouplingError, keeps_statistics, refuse_coupling
 
 
@@ -95,10 +95,7 @@ class HuggingFaceBody(Body):
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             net: Any = AutoModelForImageClassification.from_config(config)
         except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
-            raise NamedError(
-                f"{named} cannot be built as an image classifier ({_first_line(error)}); name a folder with an image "
-                "encoder, or change model.model_args."
-            ) from None
+            raise cannot_be_built(named, "an image classifier", error) from None
         if not isinstance(getattr(net, "classifier", None), nn.Linear):
             raise NamedError(
                 f"{named} has no linear layer `classifier`, in whose place ours could be put; name another model."

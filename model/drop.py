@@ -172,8 +172,10 @@ def _kept(keys: Tensor, module: int, rate: float, places: int) -> Tensor:
     # The places' hashes are the same for all rows, so a row costs only one more round; each hash gives two numbers.
     own = _mixed(keys + _signed(module * _GOLDEN))
     place = _mixed(torch.arange(1, (places + 1) // 2 + 1, device=keys.device) * _signed(_GOLDEN))
-    bits = _mixed(own[:, None] ^ place).view(torch.int32)[:, :places]
-    return bits >= min(round(rate * 2**32), 2**32 - 1) - 2**31
+    hashed, least = _mixed(own[:, None] ^ place), min(round(rate * 2**32), 2**32 - 1) - 2**31
+    # Not as a view of int32, for which vmap has no rule before PyTorch 2.11.
+    halves = torch.stack([hashed.int() >= least, hashed >= least << 32], dim=-1)
+    return halves.flatten(1)[:, :places]
 
 
 def dropout(rate: float, row_keys: RowKeys) -> Drop:

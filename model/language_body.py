@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from murmuration.model.body import Body, drop_nothing
-from murmuration.model.named import Named, NamedError
+from murmuration.model.named import Named, NamedError, cannot_be_built
 from murmuration.model.safety import CouplingError, refuse_coupling
 
 
@@ -42,10 +42,7 @@ class LanguageBody(Body):
             how = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
             net: Any = AutoModelForCausalLM.from_config(config, attn_implementation=how, dtype=torch.float32)
         except Exception as error:  # whatever the library raises on a config
-            raise NamedError(
-                f"{named} cannot be built as a causal language model ({str(error)[:160]}); name the folder of one, or "
-                "change model.model_args."
-            ) from None
+            raise cannot_be_built(named, "a causal language model", error) from None
         table, head = net.get_input_embeddings(), net.get_output_embeddings()
         if head is not None and head.weight is table.weight:
             net.set_output_embeddings(TiedHead(table))

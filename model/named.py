@@ -58,6 +58,19 @@ class Named:
         return f'{TITLES[self.library]}\'s "{self.name}"'
 
 
+def cannot_be_built(named: Named, kind: str, error: Exception) -> NamedError:
+    """`error`: what the library raised."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if {"text_config", "vision_config"} <= named.arguments.keys() and first.startswith("Unrecognized configuration"):
+        return NamedError(
+            f"{named} reads images together with texts, for which there is no objective; train it through the library "
+            "(docs/tutorials/language_models.md, image-text models), or name the folder of its encoder or decoder."
+        )
+    return NamedError(
+        f"{named} cannot be built as {kind} ({first[:200]}); name the folder of one, or change model.model_args."
+    )
+
+
 def completed(given: dict[str, Any]) -> dict[str, Any]:
     """A `model` section with what its name stands for: the picture size, and of `hf` the folder's config."""
     name, args = given.get("name"), given.get("model_args") or {}
@@ -86,13 +99,13 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
 
 def pretrained_of(name: str) -> dict[str, Any]:
     """What timm states for a name: picture size, mean, deviation, how its head is called."""
-    import timm
-
     if ":" in name or "/" in name:
         raise NamedError(
             f"model.name {name!r:.80} is a place of weights, and nothing is downloaded; save them by "
             "timm.models.save_for_hf, set model.name to their architecture, and start from the folder"
         )
+    import timm  # only here: it brings PyTorch along
+
     plain, _, tag = name.partition(".")
     if not timm.is_model(plain):
         close = difflib.get_close_matches(plain, timm.list_models(), n=3, cutoff=0.4)

@@ -396,11 +396,11 @@ class ModelSettings(BaseModel):
 
     def cropped(self) -> int:
         """Pixels at the edge that no patch of an encoder by name holds, though its library states no such size."""
-        from murmuration.model.body import facts_of
-
         named = self.resolved().named
         if named is None or self.reads_texts:
             return 0
+        from murmuration.model.body import facts_of
+
         given = {"family": self.family, "name": self.name, "model_args": self.model_args}
         stated = completed(given)["image_size"]
         return 0 if self.image_size == stated else self.image_size % facts_of(named, self.image_size).patch

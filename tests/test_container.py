@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from murmuration.__main__ import COMMANDS
 from tests.support.launching import environment
@@ -21,6 +24,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
 
 
+ENGINE = next((found for found in map(shutil.which, ("docker", "podman")) if found), None)
 FILE = (ROOT / "Containerfile").read_text()
 PARSED = instructions(FILE)
 
@@ -31,7 +35,7 @@ def only(name: str) -> str:
 
 
 def test_instructions_are_known_and_the_base_is_a_python_that_the_project_supports() -> None:
-    assert {name for name, _ in PARSED} == {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "ENTRYPOINT", "CMD"}
+    assert {name for name, _ in PARSED} == {"FROM", "RUN", "ARG", "WORKDIR", "COPY", "ENV", "ENTRYPOINT", "CMD"}
     version = re.fullmatch(r"python:3\.(\d+)\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}", only("FROM"))
     least = re.search(r'requires-python = ">=3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
     assert version is not None and least is not None and int(version[1]) >= int(least[1])
@@ -63,6 +67,28 @@ def test_its_commands_exist() -> None:
     named = {text.split()[1] for text in told}
     assert named == {"doctor", "train"} <= COMMANDS.keys()
     assert (Path(sys.executable).parent / "deepspeed").exists()
+
+
+@pytest.mark.slow
+def test_it_is_built_and_answers() -> None:
+    if ENGINE is None or subprocess.run([ENGINE, "info"], capture_output=True).returncode:
+        pytest.skip("neither docker nor podman answers here")
+
+    def run(*words: str) -> str:
+        done = subprocess.run([str(ENGINE), *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    image = "murmuration-test"
+    run("build", "-f", "Containerfile", "-t", image, ".")
+    try:
+        assert "FAIL" not in run("run", "--rm", "--shm-size=2g", image, "doctor")
+        asked = ("--epsilon", "3", "--delta", "1e-5", "--n", "10000", "--batch", "100", "--steps", "100")
+        assert "sigma" in run("run", "--rm", image, "account", "calibrate", *asked)
+        dry = ("train", "--dry-run", "--config", "ds_configs/dpcap_large.json")
+        assert "epsilon" in run("run", "--rm", image, *dry)
+    finally:
+        run("rmi", "-f", image)
 
 
 def test_no_run_no_key_and_no_data_get_into_an_image() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     source, venv = folder / "source", folder / "venv"
     source.mkdir()
-    for name in (*PARTS, "murmuration"):
+    for name in (*PARTS, "ds_configs", "murmuration"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -49,6 +50,19 @@ def test_nothing_lands_beside_the_one_name(installed: Path) -> None:
     assert {path.name for path in (packages / "murmuration").iterdir() if path.is_dir()} >= set(PARTS)
     found = run(installed / "bin" / "python", "-c", "import murmuration; print(murmuration.__file__)", cwd=installed)
     assert Path(found.strip()).is_relative_to(packages)
+
+
+def test_recipes_schema_and_scripts_come_along(installed: Path, tmp_path: Path) -> None:
+    (package,) = installed.glob("lib/python*/site-packages/murmuration")
+    for folder in ("ds_configs", "launch"):
+        files = [*(ROOT / folder).rglob("*.json"), *(ROOT / folder).rglob("*.sh")]
+        assert files and all((package / path.relative_to(ROOT)).read_bytes() == path.read_bytes() for path in files)
+    asked = [installed / "bin" / "murmuration", "train", "--dry-run", "--config", "ds_configs/demo.json"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    copy = re.search(r"there is no config file ds_configs/demo.json; copy (\S+)", done.stderr)
+    assert done.returncode == 2 and copy is not None, done.stderr
+    shutil.copytree(Path(copy[1]).parent, tmp_path / "ds_configs")
+    assert "there is no config file" not in subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True).stderr
 
 
 WITHOUT_DEEPSPEED = """

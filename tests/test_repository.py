@@ -54,10 +54,20 @@ def test_no_registry_address_or_machine_path_is_committed() -> None:
 
 
 def test_constraints_pin_versions_and_hashes_without_addresses() -> None:
-    lines = (ROOT / "constraints.txt").read_text().replace("\\\n", "").splitlines()
-    for line in lines:
-        pinned = r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+( +--hash=sha256:[0-9a-f]{64})+"
-        assert line.startswith("#") or re.fullmatch(pinned, line), line
+    pinned = r"([A-Za-z0-9._-]+)==[A-Za-z0-9.+!_-]+(?: +--hash=sha256:[0-9a-f]{64})+"
+    names: dict[str, list[str]] = {}
+    for file in ("constraints.txt", "constraints-cu12.txt"):
+        for line in (ROOT / file).read_text().replace("\\\n", "").splitlines():
+            found = re.fullmatch(pinned, line)
+            assert line.startswith("#") or found is not None, line
+            names.setdefault(file, []).extend([] if found is None else [found[1]])
+    merge = re.search(r"awk '(.*?)' constraints\.txt", (ROOT / "launch" / "setup.sh").read_text())
+    assert merge is not None
+    kept = subprocess.run(["awk", merge[1], ROOT / "constraints.txt"], capture_output=True, text=True).stdout
+    left = re.findall(r"^([a-z][\w.-]+)==", kept, re.MULTILINE)
+    assert len(left) > 100 and not {*left} & {*names["constraints-cu12.txt"]}, "each package has one version"
+    assert {"torch", "torchvision", "triton"} <= {*names["constraints-cu12.txt"]}
+    assert not [name for name in left if re.match("nvidia|cuda|torch", name)]
 
 
 def test_what_set_up_installs_is_compared_with_its_hash(tmp_path: Path) -> None:
@@ -84,9 +94,9 @@ def test_what_set_up_installs_is_compared_with_its_hash(tmp_path: Path) -> None:
         assert (done.returncode != 0) == refused, done.stderr
     assert "Hash mismatch" in done.stderr
     script = (ROOT / "launch" / "setup.sh").read_text()
-    assert re.findall(r"pip install .*?(-c constraints\.txt|--require-hashes)", script.replace("\\\n", "")) == [
+    assert re.findall(r"pip install .*?(-c \S+|--require-hashes)", script.replace("\\\n", "")) == [
         "--require-hashes",
-        "-c constraints.txt",
+        '-c "$constraints"',
     ]
 
 

@@ -34,6 +34,12 @@ def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent")
     return (FolderIndex if kind == FILES else ShardIndex).open(folder, excluded=excluded)
 
 
+def require_index(source: str) -> None:
+    """Refuses a folder that has none, before anything that takes seconds; `open_index` finds whatever else is wrong."""
+    if not is_url(source) and not _names_shards(source) and not (find(source) / MANIFEST).is_file():
+        raise ShardError(f"{find(source)}: no index here; {mend(source)}")
+
+
 def _names_shards(folder: str | os.PathLike[str]) -> bool:
     text = os.fspath(folder)
     if is_url(text) or os.path.isdir(text) or (find(text) / MANIFEST).is_file():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import cycle, permutations
 from pathlib import Path
 
 import mpmath
 import pytest
 
-from murmuration.accounting.epsilon import gaussian
+from murmuration.accounting.epsilon import accountant, gaussian
 from murmuration.accounting.epsilon.accountant import (
     MARGIN,
     delta_at,
@@ -19,6 +20,7 @@ from murmuration.accounting.epsilon.accountant import (
     epsilon_below,
     merge,
     plain_sigma,
+    rdp_epsilon,
     round_up,
     show_delta,
     within,
@@ -43,6 +45,35 @@ def test_where_nothing_was_released_nothing_is_lost(events: list[Event]) -> None
     assert epsilon(events, 1e-5) == 0.0 == epsilon(events, 1e-5, "rdp")
     assert epsilon_below(events, 1e-5) == 0.0
     assert deltas_at(events, [0.0, 1.0], 1e-5) == [0.0, 0.0] and delta_at(events, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("found", [math.nan, math.inf, -1e-9])
+def test_a_number_that_is_no_epsilon_is_refused(found: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accountant, "_pld_epsilon", lambda *_: found)
+    with pytest.raises(AccountingError, match="pld accountant did not converge"):
+        epsilon([Event(0.1, 1.0, 1)], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("divergences", "best", "said"),
+    [([1.0, 1.0, 1.0], 3.0, None), ([1.0, -1e-12, 1.0], 3.0, "unstable"), ([1.0, math.nan, 1.0], 3.0, "unstable"),
+     ([1.0, 1.0, 1.0], 2.0, "last usable one of .2, 4."), ([1.0, 1.0, 1.0], 4.0, "last usable one of .2, 4."),
+     ([1.0, 1.0, math.inf], 3.0, "last usable one of .2, 3."), ([math.inf] * 3, 3.0, "last usable one of .nan, nan.")],
+)  # fmt: skip
+def test_rdp_answers_only_from_inside_of_its_orders(
+    divergences: list[float], best: float, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library answers 0 for a negative divergence, and takes the last order where a larger one would be best."""
+
+    class Found:
+        _orders, _rdp = (2.0, 3.0, 4.0), divergences
+
+        def get_epsilon_and_optimal_order(self, delta: float) -> tuple[float, float]:
+            return delta, best
+
+    monkeypatch.setattr("dp_accounting.rdp.RdpAccountant", Found)
+    with pytest.raises(AccountingError, match=said) if said else nullcontext():
+        assert rdp_epsilon([], 1e-5) == 1e-5
 
 
 def test_the_edges_of_what_can_be_accounted_are_inside() -> None:

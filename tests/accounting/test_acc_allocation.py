@@ -14,12 +14,12 @@ from scipy.stats import norm
 
 from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon, epsilon_below, quick_epsilon
 from murmuration.accounting.epsilon.allocation import _connected, _Mean, _merged, allocated, allocated_below
-from murmuration.accounting.epsilon.calibrate import calibrate_sigma
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_slots
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, gaussian_dots
 from murmuration.accounting.event import Event
-from murmuration.accounting.sampling import RATE_DENOMINATOR
+from murmuration.accounting.sampling import RATE_DENOMINATOR, slots_for
 
 
 def epochs(slots: int, sigma: float, count: int = 1) -> Event:
@@ -185,6 +185,15 @@ def test_calibrated_noise_is_the_least_that_fits() -> None:
     sigma = calibrate_sigma(Event(0.1, 1.0, 10, slots=10), 10.0, 1e-6)
     assert 0.82 < sigma < 0.83
     assert epsilon([epochs(10, sigma, 10)], 1e-6) <= 10 < epsilon([epochs(10, sigma - 1e-5, 10)], 1e-6)
+
+
+@pytest.mark.parametrize("target", [0.92, 1.7, 1.72, 2.7, 5.0])
+def test_the_fewest_steps_of_an_epoch_are_those_that_keep_the_budget_and_can_be_made(target: float) -> None:
+    """With epochs of 2 or 4 of 5 steps, a record would take part 2.5 or 1.25 times."""
+    spent = {slots: epsilon([epochs(slots, 2.0, -(-5 // slots))], 1e-5) for slots in (1, 3, 5)}
+    found = calibrate_slots(1000, 2.0, 5, target, 1e-5)
+    assert found == next(slots for slots, value in spent.items() if value <= target)
+    assert found == slots_for(1000, 1000 / found, 5)
 
 
 def test_epochs_compose_with_poisson_samples() -> None:

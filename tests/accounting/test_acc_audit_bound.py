@@ -16,6 +16,8 @@ from murmuration.accounting.epsilon.audit_bound import correct_guesses, epsilon_
 from murmuration.accounting.epsilon.audit_curve import curve_p_value, is_refuted
 from murmuration.accounting.epsilon.audit_evidence import (
     ACCUSED,
+    AuditBound,
+    Bound,
     Claim,
     Count,
     Evidence,
@@ -319,7 +321,13 @@ def test_a_weaker_noise_is_refuted_by_guesses_and_by_pairs() -> None:
     assert weak.p_value(claim) < ACCUSED
     assert Evidence(weak.canaries, weak.included, weak.counts).p_value(claim) < ACCUSED, "by the guesses alone"
     bound = weak.bound(claim)
-    assert bound.epsilon > claim.epsilon and bound.tried[-1].assumes and bound.tried[-2].assumes
+    family, pairs = bound.tried[-2:]
+    assert min(family.epsilon, pairs.epsilon) > claim.epsilon and family.assumes and pairs.assumes
+
+
+def test_of_equal_bounds_the_one_that_assumes_nothing_is_the_best() -> None:
+    tried = Bound("by all", 1.0, "noise"), Bound("by none", 1.0), Bound("by all again", 1.0, "noise")
+    assert AuditBound(100, 50, DELTA, 0.95, 1, tried).best.method == "by none"
 
 
 def test_for_sampled_steps_the_family_is_that_of_the_plan() -> None:

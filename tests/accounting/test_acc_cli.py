@@ -223,6 +223,8 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
     config.write_text(json.dumps({"phases": [phase, {**phase, "name": "q", "steps": 16, "epochs": None}]}))
     assert "p, q; choose by --phase" in here(f"compare --config {config}").stderr
     assert answer(f"compare --config {config} --phase q")["steps"] == 16
+    config.write_text(json.dumps({"phases": [{**phase, "data": {"expected_records": "all"}, "steps": 4}]}))
+    assert "gives no number for n; give --n" in here(f"compare --config {config}").stderr
     config.write_text("{")
     assert "no config in plain JSON" in here(f"compare --config {config}").stderr
 
@@ -232,6 +234,10 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
     [
         ("compare --n 10 --batch 4", 2, "compare needs --steps, --epsilon"),
         ("compare --n 10 --batch 40 --steps 4 --epsilon 1", 2, "expected_batch must lie"),
+        ("compare --n 10 --batch 4 --steps 0 --epsilon 1", 2, "must be at least 1, but are 10 and 0"),
+        ("compare --n 10 --batch 4 --steps 4 --epsilon 1 --plot x.pdf", 2, "writes .png or .svg, not '.pdf'"),
+        ("compare --n 10 --batch 10 --steps 4 --epsilon 1e-9 --delta 1e-12", 2, "not even independent noise"),
+        ("compare --n 0 --batch 4 --steps 1 --epsilon 1", 2, "must be at least 1, but are 0 and 1"),
         ("compare --n 10 --batch 4 --steps 4 --epsilon 1 --phase p", 2, "give that, too"),
         ("verify /nowhere", 5, "there is no ledger"),
         ("explain", 2, "explain needs a RUN_DIR"),
@@ -250,6 +256,8 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
         ("epsilon --n 100 --batch 40 --steps 4 --sigma 1 --bands 3", 2, "use at most 2 bands"),
         (f"epsilon {SMALL} --sigma 1 --bands 2 --cap 50", 2, "plain Poisson samples alone"),
         (f"epsilon {SMALL} --sigma 1 --sampling shuffled --bands 2", 2, "leave --bands out"),
+        (f"epsilon {SMALL} --sigma 1 --sampling shuffled --cap 50", 2, "shuffled takes no --cap"),
+        (f"epsilon {SMALL} --sigma 1 --sampling shuffled --best-of 3", 2, "shuffled takes no --cap"),
         ("plan --n 100 --batch 40 --steps 4 --epsilon 1 --sampling allocation", 2, "a whole number of times"),
         ("calibrate --n 100 --batch 40 --sigma 1 --epsilon 1 --sampling allocation", 2, "a whole number of times"),
         ("calibrate --n 100 --steps 40 --sigma .2 --epsilon 1 --sampling allocation", 2, "even one epoch"),
@@ -263,6 +271,12 @@ def test_refusals(arguments: str, code: int, words: str) -> None:
     done = here(arguments)
     assert done.returncode == code and words in done.stderr, done
     assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_what_was_calibrated_is_accounted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("murmuration.accounting.cli.epsilon.epsilon", lambda *_: 2.5)
+    done = here("calibrate --n 10 --batch 10 --steps 4 --epsilon 2 --delta 1e-3")
+    assert done.returncode == 2 and "the calibrated sigma gives epsilon = 2.5, above 2.0" in done.stderr
 
 
 def test_explain_from_numbers() -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import mpmath
 import numpy as np
@@ -26,7 +27,8 @@ from murmuration.accounting.epsilon.composition import (
     _Window,
     tilted,
 )
-from murmuration.accounting.epsilon.loss_lattice import UNIT, LossLattice, lower, upper
+from murmuration.accounting.epsilon.contour import Contour
+from murmuration.accounting.epsilon.loss_lattice import UNIT, LossLattice, dots, lower, upper
 from murmuration.accounting.epsilon.other_pairs import Group, dominating
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.event import Event
@@ -322,6 +324,22 @@ def test_a_lattice_with_an_error_gives_a_larger_epsilon_or_none() -> None:
     assert value + 1e-4 < Composition((rough,), (100,)).epsilon(1e-6) < value + 2e-4
     with pytest.raises(NotConverged):
         Composition((LossLattice(1e-4, exact.first, exact.masses, error=1e-4),), (100,)).epsilon(1e-6)
+
+
+@pytest.mark.parametrize("what", ["infinite", "absolute"])
+def test_what_a_step_loses_for_certain_is_added_as_often_as_the_step_is_made(what: str) -> None:
+    lattice, atoms, delta, asked = upper(0.05, 0.8, 1e-3)[0], dots(0.05, 0.8)[0], 5e-3, [0.0, 2.0]
+    for kind, one in ((Composition, lattice), (Contour, atoms)):
+        better, worse = (kind((each,), (20,)) for each in (one, replace(one, **{what: 1e-7})))
+        before, after = better.deltas(asked), worse.deltas(asked)
+        assert [b - a for a, b in zip(before, after, strict=True)] == pytest.approx([20e-7] * 2, rel=1e-6)
+        assert better.deltas([worse.epsilon(delta)])[0] <= delta - 0.8 * 20e-7
+
+
+def test_an_answer_that_does_not_keep_its_target_is_refused() -> None:
+    window = _Window(Composition((upper(0.05, 0.8, 1e-3)[0],), (20,)), 5.0, SPREADS)
+    with pytest.raises(NotConverged, match="spread too far"):
+        window._solve(-1e-9)
 
 
 def test_deltas_that_are_asked_for_together_are_as_close_as_each_alone() -> None:

@@ -125,6 +125,10 @@ def test_no_composition_is_less_than_what_one_of_its_runs_claims(
     document = compose(history, entries, {"siblings": [], "composition": own})
     write(signed(document, KEY), one)
     assert verify(one).claimed == claimed
+    document["composition"] = own | {"runs": [run for run in own["runs"] if run["id"] != history.run_id]}
+    write(signed(document, KEY), one)
+    with pytest.raises(CertificateError, match="leaves this run out"):
+        verify(one)
     document["composition"] = own | {"events": []}
     document["composition"] |= total(own["runs"], [], PLAN.delta)
     write(signed(document, KEY), one)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import mpmath
 import numpy as np
 import pytest
 from scipy.special import ndtr
 
-from murmuration.accounting.epsilon import accountant
+from murmuration.accounting.epsilon import accountant, contour
 from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon, epsilon_below, interval_for
-from murmuration.accounting.epsilon.composition import MOST_ERROR
+from murmuration.accounting.epsilon.composition import MOST_ERROR, NotConverged
 from murmuration.accounting.epsilon.contour import Contour, _Line
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import Atoms, cells, dots
@@ -148,9 +149,16 @@ def line_of(rate: float, sigma: float, steps: int, delta: float) -> tuple[Contou
     return parts, _Line(parts, parts._tilt_with_mean(value), delta, value), value
 
 
-@pytest.mark.parametrize(("rate", "sigma", "steps"), [(1.4e-5, 1.23, 244_941), (1e-4, 1.0, 50_000)])
-def test_terms_round_within_their_bound(rate: float, sigma: float, steps: int) -> None:
-    parts, line, _ = line_of(rate, sigma, steps, 1e-8)
+@pytest.mark.parametrize(
+    ("rate", "sigma", "steps", "faint"), [(1.4e-5, 1.23, 244_941, 1e-24), (1e-4, 1.0, 50_000, 1e-24),
+                                          (1e-4, 1.0, 50_000, 1e-13)]
+)  # fmt: skip
+def test_terms_round_within_their_bound(
+    rate: float, sigma: float, steps: int, faint: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, line, value = line_of(rate, sigma, steps, 1e-8)
+    monkeypatch.setattr(contour, "FAINT", faint)  # more is left out than rounding hides
+    line = _Line(parts, line.tilt, 1e-8, value)
     missed = mpmath.mpf(0)
     with mpmath.workdps(40):
         masses = [mpmath.mpf(m) * mpmath.exp(line.tilt * mpmath.mpf(x)) for m, x in
@@ -182,6 +190,25 @@ def test_what_lies_behind_the_last_term_is_within_its_bound() -> None:
     places = np.arange(far, 30 * far, line.step)  # behind these, a millionth of it is left
     decay = (2 * 3 / (line.width * places)) ** 3 * line.step / math.pi / places**2
     assert float(np.sum(decay)) <= line._beyond(far) * 1.01
+
+
+def test_behind_each_look_the_terms_are_as_small_as_its_bound_until_the_next() -> None:
+    """Of three losses, whose terms rise again and again."""
+    _, line, _ = line_of(1e-4, 1.0, 50_000, 1e-8)
+    line.parts, line.last = [(np.array([0.5, 0.3, 0.2]), np.array([-1.0, 0.7, 1.45]), 40, 1.0)], 1e4
+    looks, decay = list[float](), line._decay
+    line._decay = lambda place: looks.append(place) or decay(place)  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(NotConverged, match="too uneven"):
+        line._beyond(1.0)
+    for look, following in pairwise(looks[:300]):
+        assert min(decay(float(t)) for t in np.linspace(look, following, 20)) >= 0.5 * decay(look) * (1 - 1e-9)
+
+
+def test_a_delta_that_no_epsilon_near_the_sum_has_is_refused() -> None:
+    parts, line, value = line_of(1e-4, 1.0, 50_000, 1e-8)
+    assert line.epsilon(1e-8) <= value and parts.lost > 1e-13
+    with pytest.raises(NotConverged, match=r"no epsilon near .* has delta = 1e-13"):
+        line.epsilon(1e-13)
 
 
 def test_the_largest_losses_are_charged_as_infinite() -> None:
@@ -231,6 +258,11 @@ def test_steps_so_few_that_single_ones_matter_keep_a_bound() -> None:
     events = [Event(1e-6, 0.5, 100)]
     value, below = epsilon(events, 1e-9), epsilon_below(events, 1e-9)
     assert below is not None and below < value < 0.05
+
+
+def test_a_refined_bound_is_never_below_0() -> None:
+    present, _ = accountant._compositions([Event(0.01, 1.0, 1)], 1e-2)
+    assert present.refined(1.0, 0.5) == 0.0
 
 
 @pytest.mark.parametrize("spreads", [-4.0, -1.0, 0.0, 2.0])

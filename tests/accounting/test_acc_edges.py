@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import hmac
 import io
@@ -29,7 +30,15 @@ from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.errors import AccountingError
-from murmuration.accounting.escaping import LONGEST, first_line, html_page, json_text, sentence
+from murmuration.accounting.escaping import (
+    LONGEST,
+    first_line,
+    html_page,
+    json_text,
+    printable,
+    printable_leaves,
+    sentence,
+)
 from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
@@ -350,6 +359,8 @@ def test_a_claim_whose_delta_nobody_knows_cannot_be_added(tmp_path: Path) -> Non
     [unknown], [known] = known_runs([line]), known_runs([line | {"delta": 1e-5}])
     assert (known.private, known.epsilon, known.delta) == (True, 2.0, 1e-5)
     assert not unknown.private
+    whole_run(tmp_path / "other").ledger.close()
+    assert known_runs([line | {"delta": 1e-5, "folder": str(tmp_path / "other")}]) == [known], "another run's ledger"
 
 
 # What is read strictly, and shown harmlessly
@@ -396,9 +407,21 @@ def test_numbers_are_printed_too_and_as_json_where_that_is_asked_for(tmp_path: P
     assert [json_text(page, value=value) for value in (3, "3", [True])] == ["3", '"3"', "[true]"]
 
 
+def test_a_full_disk_and_a_failing_one_are_the_storages_faults_and_a_missing_file_is_not() -> None:
+    found = [durable.of_storage(OSError(number, "")) for number in (errno.ENOSPC, errno.EIO, errno.ENOENT)]
+    assert found == [True, True, False]
+
+
+def test_nothing_that_is_printed_as_json_moves_a_terminals_cursor() -> None:
+    assert printable_leaves({"a\x1b": ["b\x1b[2K", {"c": ["\x1b"]}], "n": 3}) == {
+        printable("a\x1b"): [printable("b\x1b[2K"), {"c": [printable("\x1b")]}], "n": 3
+    }  # fmt: skip
+
+
 def test_scripts_may_rely_on_the_exit_codes() -> None:
     found = (errors.DONE, errors.BAD_INPUT, errors.BUDGET_SPENT, errors.SELF_TEST_FAILED, errors.REFUSED)
-    assert (*found, errors.REFUTED, errors.RESUME_ME) == (0, 2, 3, 4, 5, 6, 75)
+    later = errors.REFUTED, errors.NOT_ALL_CHECKED, errors.NOT_STRICT, errors.RESUME_ME
+    assert (*found, *later) == (0, 2, 3, 4, 5, 6, 7, 8, 75)
     assert (errors.RunError.exit_code, LedgerError.exit_code, BudgetSpent.exit_code) == (2, 5, 3)
 
 
@@ -592,3 +615,5 @@ def test_a_damaged_map_of_renamed_tensors_is_a_sentence(tmp_path: Path, damage: 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_no_tensor() -> None:
     with pytest.raises(ValueError, match="a tensor is cut"):
         list(weights._read(io.BytesIO(b"abc"), 5))
+    with pytest.raises(ValueError, match="ends before it begins"):
+        list(weights._stored(io.BytesIO(b"abc"), 0, {"data_offsets": [2, 1]}))

@@ -197,6 +197,7 @@ def test_calibration_and_simulation_pay_for_the_grid() -> None:
     more = enlarged(sigma, GRID_GROWTH)
     assert sigma == enlarged(sigma, 0.0) and sigma <= more / (1 + GRID_GROWTH) and more < sigma * (1 + 1e-6) + 1.1e-5
     assert epsilon([Event(0.01, more / (1 + GRID_GROWTH), 100)], 1e-5) <= 2.0
+    assert EXACT_PLAN.noise.in_a_dry_run(5.0, 3) == ["noise         exact; charged as 0.999999·sigma for its grid"]
     cheap = stand_in(replace(EXACT_PLAN, sampling=Poisson(2**31)), 4.0)
     assert cheap.noise == ExactGrid() and cheap.noise_multiplier == 5.0
     event = Event(cheap.sampling_rate, cheap.effective_noise_multiplier, cheap.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def restored(folder: Path, backup: Path) -> Journal:
 def trained(journal: Journal, first: int, last: int) -> None:
     train(journal, range(first, last + 1))
     journal.checkpointed(0, last, f"at {last}")
+
+
+def test_a_line_that_the_disk_took_only_a_part_of_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, content: really(descriptor, content[:-1]))
+    with pytest.raises(OSError, match="took only part of a line"):
+        append(tmp_path / "log", {"run": "one"}, 0o600)
 
 
 def test_a_restored_ledger_is_refused_or_charges_what_was_lost(tmp_path: Path) -> None:

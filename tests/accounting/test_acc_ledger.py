@@ -94,6 +94,30 @@ def test_a_well_chained_line_of_nonsense_is_refused_with_its_line(tmp_path: Path
         History.of(parsed(content))
 
 
+def test_segments_are_counted_and_an_empty_ledger_or_one_without_a_plan_claims_nothing(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    run, _, segment = journal.ledger.entries
+    line = make_entry(3, "segment", segment.fields | {"number": 5}, journal.ledger.head).line
+    with pytest.raises(LedgerError, match="segment 5 is out of order"):
+        History.of(parsed((tmp_path / "ledger.jsonl").read_bytes() + line))
+    with pytest.raises(LedgerError, match="0 values of delta"):
+        History.of([run]).delta()
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(LedgerError, match="is empty, so it describes no run"):
+        History.read(tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize("step", [2, 3, 9])
+def test_a_commit_of_a_step_that_is_not_open_is_refused(tmp_path: Path, step: int) -> None:
+    """One that was committed before, or never opened: the steps between would be charged to nobody."""
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    fields = journal.ledger.entries[-1].fields | {"step": step, "facts": facts(step).as_dict()}
+    line = make_entry(journal.ledger.length, "commit", fields, journal.ledger.head).line
+    with pytest.raises(LedgerError, match="committed without being open, or twice"):
+        History.of(parsed((tmp_path / "ledger.jsonl").read_bytes() + line))
+
+
 @pytest.mark.parametrize(
     "raw", [b"7", b"[]", b"null", b"{}", b'{"index":0,"kind":[],"previous":"","hash":""}', b"[" * 99999]
 )

@@ -244,7 +244,8 @@ def test_the_page_is_html_with_a_picture_whose_axes_are_labelled(finished: tuple
     (drawing,) = re.findall(r"<svg.*?</svg>", read, re.DOTALL)
     svg = ElementTree.fromstring(drawing)
     words = " ".join("".join(each.itertext()) for each in svg.iter() if each.tag.endswith("text"))
-    for label in ("false alarms", "used records found", "0.1 %", "1 %", "12.3 %", "3.7 %"):
+    axis = "0.0001 % 0.001 % 0.01 % 0.1 % 1 % 10 % 100 %"
+    for label in ("false alarms", "used records found", axis, "12.3 %", "3.7 %"):
         assert label in words
     # Every place lies within the picture, and the curve rises from left to right.
     for line in (each for each in svg.iter() if each.tag.endswith("polyline")):

@@ -17,6 +17,7 @@ from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, upper
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.other_pairs import Group, Replacement, cells, dominating
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.event import Event
 
 ONE_STEP = [Event(1.0, 0.6529, 1)]
@@ -162,6 +163,12 @@ def test_what_lies_beyond_the_reach_only_adds(pair, interval: float, monkeypatch
         assert lattice.masses.sum() + lattice.infinite >= 1 - 1e-9
         for value in (-1.0, -0.3, -0.01, 0.0, 0.01, 0.4, 2.0):
             assert exact_delta(pair, side, value) * (1 - 1e-10) - 1e-14 <= bound(lattice, value)
+
+
+def test_walls_that_were_not_found_are_no_lattice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_pairs, "NEWTON", 1)
+    with pytest.raises(AccountingError, match="losses are too steep; use more noise"):
+        dominating.__wrapped__(Group(0.1, 0.8, 2), 1e-3)
 
 
 def hockey_stick_in_the_plane(p: list, q: list, alpha: float) -> float:

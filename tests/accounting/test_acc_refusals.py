@@ -12,28 +12,32 @@ import pytest
 
 from murmuration.accounting.adaptive import AdaptiveError, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
+from murmuration.accounting.epsilon import tuning
 from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon
 from murmuration.accounting.epsilon.audit_bound import AuditError, epsilon_bound, numbers_of_guesses, p_value
 from murmuration.accounting.epsilon.audit_evidence import collect
-from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
-from murmuration.accounting.epsilon.composition import NotConverged
+from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
+from murmuration.accounting.epsilon.composition import Composition, NotConverged
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
+from murmuration.accounting.epsilon.loss_lattice import LossLattice, dots
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
+from murmuration.accounting.epsilon.other_pairs import Group, dominating
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
+from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.plan import parse_delta
-from murmuration.accounting.sampling import Poisson, slots_for, threshold_for
+from murmuration.accounting.sampling import MOST_SLOTS, Poisson, RandomAllocation, slots_for, threshold_for
 from murmuration.accounting.unit import Unit
 from tests.support.acc_world import PLAN
 
 NAN, INF = math.nan, math.inf
 ONE = [Event(0.1, 1.0, 1)]
 CAPPED = [Event(0.1, 1.0, 3, cap=20, records=100)]
-EPOCHS = [Event(1 / 4, 1.0, 2, slots=4)]
+EPOCHS = [Event(1 / 2, 1.0, 2, slots=2)]
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
 LOSS = PlannedMetric("loss", 2.0, 80.0)
 ACCURACY = HeldOutAccuracy("accuracy", 1.0, 5.0, 0.25)
@@ -87,14 +91,25 @@ ROWS: list[Row] = [
     *each("delta at epsilon", lambda value: deltas_at([Event(1.0, 1.0, 1)], [1.0, value], 1e-5), AccountingError,
           "epsilon must be finite", -1e-9, NAN, INF),
     ("a small delta", lambda: epsilon(ONE, 1e-38), NotConverged, "too small"),
+    ("a small delta and a cap", lambda: epsilon([replace(CAPPED[0], sigma=20.0, count=1000)], 2e-10), NotConverged,
+     "too small for PLD accounting: 2.22e-13 of it"),
     ("what rounding moved", lambda: epsilon([Event(1e-6, 0.7, 10**7)], 1e-15), NotConverged, "rounding"),
     ("no noise to speak of", lambda: epsilon([Event(0.5, 1e-3, 2)], 1e-6), AccountingError, "use more noise"),
+    ("no noise to speak of and a cap", lambda: epsilon([replace(CAPPED[0], sigma=1e-9)], 1e-5), AccountingError,
+     "cannot discretise Event"),
+    ("losses that spread too far", lambda: Composition((LossLattice(1.0, 0, np.full(2, 0.5)),), (10**15,)).epsilon(0.1),
+     NotConverged, "spread too far"),
+    ("losses of a pair too large", lambda: dominating(Group(0.5, 1e-4, 2), 1e-4), AccountingError,
+     "cannot discretise Group"),
+    ("too many losses", lambda: dots(0.5, 0.01), AccountingError, "too many losses"),
     ("many steps of little noise", lambda: epsilon([Event(0.5, 1e-4, 1000)], 1e-6), AccountingError,
      "cannot discretise"),
     ("no finite epsilon", lambda: gaussian_epsilon(1e-5, 1e-6), AccountingError,
      r"^no finite epsilon for sigma = 1e-05 at delta = 1e-06; use more noise or a larger delta$"),
     ("rdp of a cap", lambda: epsilon(CAPPED, 1e-5, "rdp"), AccountingError, "capped batch"),
-    ("a group of none", lambda: group_epsilon(ONE, 1e-6, 0), AccountingError, "at least 1 record"),
+    *each("a group of", lambda records: group_epsilon([Event(1.0, 1.0, 1)], 1e-6, records), AccountingError,
+          "at least 1 record", 0, -1),
+    ("a pair of none", lambda: Group(0.1, 1.0, 0), AccountingError, "at least 1 record"),
     ("a group and a cap", lambda: group_epsilon(CAPPED, 1e-6, 2), AccountingError, "capped batches"),
     ("replacement and a cap", lambda: replacement_epsilon(CAPPED, 1e-6), AccountingError, "capped batches"),
     ("opacus and a cap", lambda: opacus_epsilon([*ONE, *CAPPED], 1e-5, timeout=1e-9), AccountingError,
@@ -104,15 +119,20 @@ ROWS: list[Row] = [
     ("rdp of an allocation", lambda: epsilon(EPOCHS, 1e-5, "rdp"), AccountingError, "random allocation"),
     ("groups of an allocation", lambda: group_epsilon(EPOCHS, 1e-5, 2), AccountingError, "random allocation"),
     ("replacement in an allocation", lambda: replacement_epsilon(EPOCHS, 1e-5), AccountingError, "random allocation"),
-    ("opacus of an allocation", lambda: opacus_epsilon([Event(1 / 2, 1.0, 2, slots=2)], 1e-5),
-     AccountingError, "random allocation"),
+    ("opacus of an allocation", lambda: opacus_epsilon(EPOCHS, 1e-5), AccountingError, "random allocation"),
     ("an allocation to many steps", lambda: epsilon([Event(2**-21, 1.0, 1, slots=2**21)], 1e-5), AccountingError,
      "steps, not 2097152"),
     *each("sigma for", lambda target: calibrate_sigma(Event(0.1, 1.0, 1), target, 1e-6), AccountingError,
           "finite and positive", 0.0, -1.0, NAN, INF),
+    ("noise beyond all", lambda: calibrate_sigma(Event(1.0, 1.0, 1), 1e-7, 1e-12), AccountingError,
+     "no noise multiplier up to 1e5"),
     ("steps that are too dear", lambda: calibrate_steps(Event(0.5, 0.5, 1), 0.1, 1e-6), AccountingError,
      "single step passes"),
+    ("steps whose epsilon nobody knows", lambda: calibrate_steps(Event(0.5, 1.0, 1), 8.0, 1e-38), AccountingError,
+     "single step passes"),
     ("a batch that is too dear", lambda: calibrate_batch(10, 0.5, 3, 0.1, 1e-6), AccountingError, "batch of 1 passes"),
+    ("epochs of many steps", lambda: calibrate_slots(10, 1.0, MOST_SLOTS + 1, 1.0, 1e-5), AccountingError,
+     "up to 1,048,576 steps, not 1,048,577"),
     *each("runs", tuned, AccountingError, "mean number of tuning runs must be at least 1, but is", {"mean": 0.99},
           {"mean": INF}, {"mean": NAN}, {"mean": 0}),
     ("runs: a part of one", lambda: Tuning(2.5, fixed=True), AccountingError, "must be whole, but is 2.5"),
@@ -122,6 +142,8 @@ ROWS: list[Row] = [
      "did not converge"),
     *each("runs that no double holds", lambda of: selected_epsilon([Event(1.0, 8.0, 4)], 1e-6, *of), AccountingError,
           "has no bound here", (1e13, 0.0), (10.0, 1e300), (10.0, 1e-9)),
+    ("runs whose price nobody knows", lambda: tuning._least([Event(1.0, 0.02, 1)], 1e-120), AccountingError,
+     "did not converge"),
     ("guesses: more right than made", lambda: p_value(10, 5, 6, 1.0, 0.0), AuditError, "must hold"),
     ("guesses: below no epsilon", lambda: p_value(10, 5, 5, -1.0, 0.0), AuditError, "not a privacy claim"),
     ("guesses: certain", lambda: epsilon_bound(10, 5, 5, 0.0, 1.0), AuditError, "confidence of 1.0"),
@@ -149,6 +171,13 @@ ROWS: list[Row] = [
     *each("norms that adapt", lambda **wrong: replace(RULE, **wrong), AdaptiveError, "needs",
           {"quantile": 0.0}, {"quantile": 1.0}, {"learning_rate": 0.0}, {"learning_rate": 10.5}, {"lowest": 0.0},
           {"lowest": 2.0, "highest": 1.0}, {"highest": INF}, {"quantile": NAN}, {"lowest": NAN}),
+    *each("the growth of exact noise", lambda growth: ExactGrid(growth), PlanError, "must lie in", 0.0, 2 * GRID_GROWTH,
+          NAN),
+    *each("an epoch of", RandomAllocation, PlanError, "has 2 to 1,048,576 steps", 1, MOST_SLOTS + 1),
+    *each("bands", lambda of: best_banded(*of), PlanError, "takes 2 to 256 bands", (1, 9), (257, 999)),
+    ("bands: more than steps", lambda: best_banded(4, 3), PlanError, "at least as many steps and horizon, not 3"),
+    ("bands: a matrix of one", lambda: BandedNoise(((1.0,),), 9), PlanError, "takes 2 to 256 bands, not 1"),
+    ("a batch of no records", lambda: threshold_for(0, 1), PlanError, "at least one record, but the index has 0"),
     ("bands without a step", lambda: replace(MATRIX, horizon=0), PlanError,
      "horizon of banded noise must be at least 1 step, but is 0"),
     ("bands: less noise", lambda: moved(lambda m: m * 0.999), PlanError, "one record moves"),
@@ -182,6 +211,7 @@ def test_what_lies_beside_those_numbers_is_answered() -> None:
     assert math.isfinite(gaussian_epsilon(4e-5, 1e-5)) and math.isfinite(epsilon([Event(0.5, 1e3, 2)], 1e-6))
     assert group_epsilon([], 1e-6, 2) == replacement_epsilon([], 1e-6) == epsilon([], 1e-6) == 0.0
     assert epsilon(EPOCHS, 1e-5) > 0 and delta_at(EPOCHS, 1.0) > 0
+    assert ONE[0].mechanism == "Poisson-subsampled Gaussian" and EPOCHS[0].mechanism.startswith("epochs of Gaussian")
     assert Tuning(1) == Tuning(1.0, 1.0, False) and Tuning(1, 0.0).shape == 0.0 and Tuning(2.5).mean == 2.5
     assert planned(metrics=(ACCURACY,)).held_out == 0.25 and planned(delta=1 / 100).delta == 0.01
     assert replace(MATRIX, horizon=1).sensitivity == MATRIX.sensitivity and threshold_for(999, 999 / 7, 7) == 2**32

@@ -11,6 +11,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+from murmuration.accounting.epsilon import tuning
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
@@ -100,14 +101,19 @@ def test_the_bound_by_deltas_is_near_what_the_worst_order_needs() -> None:
     assert max(exact_delta(sigma, mean, 1.0, order, one + (claimed - one) * 0.8) for order in ORDERS) > delta
 
 
+@pytest.mark.parametrize("room", [tuning.ROOM, 0.1])
 @pytest.mark.parametrize(("mean", "shape"), [(10.0, 1.0), (30.0, 0.0), (4.0, 2.5), (1.5, 0.5), (3.0, math.inf)])
-def test_the_bound_by_deltas_is_the_documents_formula_for_one_gaussian(mean: float, shape: float) -> None:
+def test_the_bound_by_deltas_is_the_documents_formula_for_one_gaussian(
+    mean: float, shape: float, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keeps room for the rounding of g, and of what is compared with delta."""
+    monkeypatch.setattr(tuning, "ROOM", room)
     sigma = SIGMA / math.sqrt(STEPS)
     if math.isinf(shape):
         added = mean * gaussian_delta(sigma, 0.0)
     else:
-        g = parameter(mean, shape)
-        added = (shape + 1) * brentq(lambda x: gaussian_delta(sigma, x) - math.expm1(x) * g / (1 - g), 0.0, 50.0)
+        g, kept = parameter(mean, shape) * (1 - room), 1 - room
+        added = (shape + 1) * brentq(lambda x: gaussian_delta(sigma, x) - kept * math.expm1(x) * g / (1 - g), 0, 50)
     found = selected_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, mean, shape)
     exact = gaussian_epsilon(sigma, DELTA / mean) + added
     assert exact * (1 - 1e-10) <= found <= exact * (1 + 1e-7)

@@ -121,6 +121,9 @@ def test_one_record_has_the_numbers_of_the_certificate(tmp_path: Path) -> None:
     assert {p["false_alarms"]: p["at_most"] for p in bound["true_positives"]}.items() <= limits.items()
     assert bound["epsilon"] == certificate["claim"]["epsilon_claimed"]
     assert bound["best_guess"] == certificate["limits"]["best_guess"]
+    told = json.loads((tmp_path / "statement-1-records.json").read_text())
+    assert "1 records" not in json.dumps(told) and "one record" in json.dumps(told["answers"])
+    assert any("is exchanged for another one: that has ε = " in each for each in told["not_covered"])
 
 
 def test_of_a_unit_records_are_exchanged_and_units_are_counted(tmp_path: Path) -> None:

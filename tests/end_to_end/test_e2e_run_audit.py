@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,20 +166,10 @@ def test_an_interrupted_one_leaves_the_certificate_and_is_made_later(
     assert evidence(run_dir)["made"] and not (run_dir / "secret" / "run.key").exists()
 
 
-FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "another bound": lambda one: one["tried"][0].update(epsilon=0.0),
-    "more guesses right": lambda one: one["tried"][0].update(correct=one["tried"][0]["guesses"]),
-    "weaker evidence": lambda one: [one["tried"][0].update(correct=100, epsilon=4.0), one.update(p_value=1.0)],
-    "not the best": lambda one: one.update(proven=0.1),
-    "refutes and does not say so": lambda one: one.update(p_value=1e-9),
-}
-
-
-@pytest.mark.parametrize("what", FORGED)
-def test_forged_evidence_is_found(pending: Ran, audited: Ran, what: str) -> None:
+def test_forged_evidence_is_found(pending: Ran, audited: Ran) -> None:
     """By its signature, and from the owner of the key as far as its numbers go."""
     run_dir, found = pending[0], evidence(audited[0])
-    FORGED[what](found["one_run"])
+    found["one_run"]["tried"][0]["epsilon"] = 0.0
     document = json.loads((run_dir / "certificate.json").read_text()) | {"audit": found}
     pages.write(document, run_dir)
     with pytest.raises(CertificateError, match="was changed after it was signed"):

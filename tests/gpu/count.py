@@ -16,7 +16,7 @@ import json
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -353,7 +353,6 @@ STAND_INS = {
 def code_stand_in(count: Count, mode: FakeTensorMode) -> Any:
     """What the compiler's code of a block launches: PyTorch's own products and attention, and one kernel for each group
     of other operations that Inductor would fuse. It lowers and schedules them, and no code is written."""
-    from torch._inductor.compile_fx import partition_fn
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import post_grad_passes
     from torch._inductor.graph import GraphLowering
@@ -402,9 +401,10 @@ def code_stand_in(count: Count, mode: FakeTensorMode) -> Any:
 
         return run
 
-    def both_ways(recorded: Any, like: list[Tensor], outputs: int, example: list[Tensor]) -> Any:
+    def both_ways(recorded: Any, like: list[Tensor], outputs: int, example: list[Tensor], lent: Sequence[int]) -> Any:
         del example
-        return tuple(map(launched, partition_fn(recorded, like, num_fwd_outputs=outputs)))
+        forward, backward, taken = compiled.divided(recorded, like, outputs, lent)
+        return compiled.Codes(launched(forward), launched(backward), taken)
 
     return both_ways
 

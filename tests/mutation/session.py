@@ -16,6 +16,8 @@ from tests.mutation.places import why_skipped
 from tests.mutation.settings import Group, groups, raw
 from tests.mutation.tree import WORK
 
+REFUSAL = "statements/DeleteRaise"
+
 
 def path_of(name: str) -> Path:
     return WORK / f"session-{name}.sqlite"
@@ -45,7 +47,7 @@ def leave_out(database: WorkDB, group: Group) -> None:
         mutation = item.mutations[0]
         file = mutation.module_path.as_posix()
         reason = why_skipped(file, mutation.start_pos)
-        if mutation.operator_name == "statements/DeleteRaise":
+        if mutation.operator_name == REFUSAL:
             reason = None  # it begins where no argument does
         if reason is None:
             chosen[file].append(item)
@@ -56,6 +58,8 @@ def leave_out(database: WorkDB, group: Group) -> None:
         items.sort(key=lambda item: (item.mutations[0].operator_name, item.mutations[0].occurrence))
         random.Random(f"{raw()['mutation']['seed']} {file}").shuffle(items)
         most = group.most(file)
-        why["not in the sample"] += [] if most is None else [item.job_id for item in items[most:]]
+        beyond = [] if most is None else items[most:]
+        # What a file refuses is all tried: without a refusal a run that proves nothing goes on.
+        why["not in the sample"] += [i.job_id for i in beyond if i.mutations[0].operator_name != REFUSAL]
     for reason, ids in why.items():
         database.set_multiple_results(ids, WorkResult(output=reason, worker_outcome=WorkerOutcome.SKIPPED))

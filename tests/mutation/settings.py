@@ -42,7 +42,7 @@ def read(
     seconds: float | None = None,
 ) -> Group:  # fmt: skip
     longest = float(seconds or raw()["mutation"]["seconds"])
-    return Group(expand(files), tests, sample, whole, few, expand(list(fewer)), longest)
+    return Group(expand(files), expand(tests), sample, whole, few, expand(list(fewer)), longest)
 
 
 def expand(patterns: list[str]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.train.clip.bookkeeping import BookKeepingClip
+from murmuration.train.clip.check import check_gradients
 from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.rule import ClipError
 from tests.support import brute_force
@@ -116,3 +120,34 @@ def test_the_tutorials_loss_is_llavas_own_and_its_own_forward_pass_is_refused() 
     clip.prepare(model)
     with pytest.raises(ClipError, match="makes a text of it"):
         clipped_totals(clip, model, inputs | {"ids": with_places}, torch.ones(8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("mask", ["none", "of all pairs", "that hides nothing"])
+def test_a_model_that_is_another_one_record_at_a_time_is_refused(mask: str) -> None:
+    """PaliGemma's decoder: without a mask it sees both ways, with one that is kept only backwards."""
+    torch.manual_seed(1)
+    told = SIZES | {"vocab_size": 40, "num_key_value_heads": 1, "head_dim": 8, "use_bidirectional_attention": True}
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma", **told), attn_implementation="sdpa").eval()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        ids = batch[1]
+        given = {"none": None, "of all pairs": torch.ones(1, 1, 7, 7, dtype=torch.bool),
+                 "that hides nothing": torch.ones_like(ids)}[mask]  # fmt: skip
+        logits = model(input_ids=ids, attention_mask=given, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(len(ids), -1).mean(1)
+
+    model, clip = WithLoss(net, loss), BookKeepingClip(rule_of("flat", 1.0))
+    clip.prepare(model)
+    if mask == "that hides nothing":
+        with pytest.raises(ClipError, match="alone than where each of several is isolated"):
+            check_gradients(clip, model, drawn(), torch.ones(8, dtype=torch.bool))
+    else:
+        check_gradients(clip, model, drawn(), torch.ones(8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("more", [{}, {"vocab_size": 40}], ids=["", "with words of its own"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_that_names_one_is_sent_to_the_library(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KINDS[kind] | more | {"model_type": kind}))
+    with pytest.raises(SettingsError, match="train it through the library"):
+        ModelSettings.model_validate({"family": "hf", "name": str(tmp_path), "text_length": 7}).resolved()

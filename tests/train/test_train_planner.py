@@ -256,6 +256,7 @@ def test_a_plan_without_data_and_without_the_model_in_memory(
     assert [t for t, _ in phase["epsilons"]] == [20, 40, 60, 80, 100]
     assert phase["gpu_hours"] == pytest.approx(phase["days"] * 24 * 16)
     assert phase["days"] == pytest.approx(phase["time"]["seconds"] * 100 / 86400)
+    assert phase["reads_per_second"] == pytest.approx(phase["batch"] / phase["time"]["seconds"])
     assert math.isclose(found["total"]["gpu_hours"], phase["gpu_hours"])
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from murmuration.train.commands import export, train
-from tests.support.launching import ROOT
+from murmuration.launch import init, prepare
+from murmuration.train.commands import export, forecast, train
+from tests.support.launching import ROOT, environment
 
 DEMO = ROOT / "ds_configs" / "demo.json"
 
@@ -37,11 +41,29 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
     "an export of a folder that is no run": (
         ["export", "empty", "out"], "empty has no ledger.jsonl; name the run directory of a finished run",
     ),
+    "an export of nothing": (["export", "nowhere", "out"], "nowhere has no ledger.jsonl; name the run directory"),
+    "records that were not indexed": (
+        ["train", "--config", str(DEMO), "--set", "phases.0.data.path=nowhere"],
+        "phases.0.data.path: {here}/nowhere: no index here; build it with: python launch/prepare.py index {here}/",
+    ),
+    "a first config of records that were not indexed": (
+        ["init", "caption", "--data", "nowhere", "--epsilon", "8"],
+        "--data: nowhere: no index here; build it with: python launch/prepare.py index nowhere",
+    ),
+    "a check without a config": (["prepare", "check", "--config", "my.json"], "there is no config file my.json"),
+    "a plan without a link": (
+        ["plan", "--config", str(DEMO), "--gpus", "8", "--memory", "80", "--tflops", "100"],
+        "--link is missing: GPUs exchange gradients; give the GB/s of the slowest link",
+    ),
     "class weights by a word": (
         dry("model.class_weights=balanced"), "a list of public numbers, one for each class",
     ),
 }  # fmt: skip
-COMMANDS: dict[str, Callable[[], int]] = {"train": train.main, "export": export.main}
+OF_A_LIBRARY = "pixels that no patch of a named encoder holds"
+"""What only timm knows, which takes PyTorch along."""
+COMMANDS: dict[str, Callable[[], int]] = {
+    "train": train.main, "export": export.main, "init": init.main, "prepare": prepare.main, "plan": forecast.main,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "told"), STUMBLES.values(), ids=STUMBLES)
@@ -53,6 +75,29 @@ def test_a_stumble_is_one_sentence_with_the_fix(
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr("sys.argv", [f"{command[0]}.py", *command[1:]])
     assert COMMANDS[command[0]]() == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert told in error
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "prepare.py: "))]
+    assert told.format(here=tmp_path) in error
     assert not (tmp_path / "out").exists() and not (tmp_path / "runs").exists(), "nothing is half-written"
+
+
+ALL = """
+import json, sys
+from importlib import import_module
+from murmuration.__main__ import COMMANDS
+for name, *words in json.load(sys.stdin):
+    sys.argv = [f"{name}.py", *words]
+    code = import_module(COMMANDS[name][0]).main()
+    assert code == 2 and "torch" not in sys.modules, (code, name, words)
+"""
+
+
+def test_none_of_them_waits_for_pytorch(tmp_path: Path) -> None:
+    """To import it takes seconds."""
+    (tmp_path / "my.yaml").write_text("model: {family: mae}")
+    (tmp_path / "empty").mkdir()
+    asked = json.dumps([command for name, (command, _) in STUMBLES.items() if name != OF_A_LIBRARY])
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALL], input=asked, cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 """Checks a clip engine against the definition, on the live model: single records by plain autograd.
 
+The record is given to the model alone, without `isolated.py`: what that computes in fp32 must be what the model means.
+
 Engines are fast because they reason about layers. If a model does something that no rule foresaw, norms are wrong, and
 with them the privacy guarantee. A few records at the start of a run reveal this, whatever the cause.
 
@@ -37,7 +39,7 @@ from murmuration.accounting.escaping import first_line
 from murmuration.model.safety import zeros_filled
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import LOSS_SCALE, ClipEngine, Precision, autocast, clipped_totals
-from murmuration.train.clip.losses import losses_of, of_slots
+from murmuration.train.clip.losses import losses_of, of_slots, slot_losses, uncompiled
 from murmuration.train.clip.rule import ClipError
 
 EXACT = 1e-3
@@ -57,6 +59,8 @@ class _Apart:
     norm: float
     tolerance: float
     why: str = ""
+    only_alone: bool = False
+    """Whether the engine computes what an isolated pass does, and the model alone does something else."""
 
     @property
     def fits(self) -> bool:
@@ -91,6 +95,12 @@ def check_gradients(
             found.append(_in_half(clip, model, reference, inputs, present, row, shapes))
     # Only now: where calling the model is a collective operation, a rank that stopped earlier would hang the others.
     for apart in found:
+        if apart.only_alone:
+            raise ClipError(
+                "the model computes another gradient of a test record alone than where each of several is isolated; "
+                "models of transformers that see both ways do so where a mask hides nothing: give them no "
+                "attention_mask, or one of [1, 1, length, length]"
+            )
         if not apart.fits:
             raise ClipError(
                 f"the clip engine's gradient of a test record is off by {apart.gradient:.2g} of its size, and its norm "
@@ -136,10 +146,20 @@ def _in_fp32(
     only = _row(present, row)
     added = _added(clip, model, inputs, only, shapes)
     single = of_slots(inputs, only, len(present)), only[row : row + 1]
-    expected = _gradient("fp32", reference, *single)
+    expected = _gradient("fp32", reference, *single, alone=True)
     apart = added.compared(expected, EXACT, same_size=True)
     if apart.fits or not added.compared(expected, EXACT, same_size=False).norm <= EXACT:
         return apart
+    apart = _amplified(clip, reference, inputs, only, single, expected, apart)
+    as_isolated = added.compared(_gradient("fp32", reference, *single), EXACT, same_size=True)
+    return replace(apart, only_alone=not apart.fits and as_isolated.fits)
+
+
+def _amplified(
+    clip: ClipEngine, reference: nn.Module, inputs: Mapping[str, Tensor], only: Tensor,
+    single: tuple[Mapping[str, Tensor], Tensor], expected: Mapping[str, Tensor], apart: _Apart,
+) -> _Apart:  # fmt: skip
+    """In fp64, if the difference in fp32 may be of rounding alone; else as it was."""
     try:
         wide, exact = _in_fp64(clip, reference, inputs, only, single)
     except Exception as error:
@@ -156,7 +176,7 @@ def _in_fp64(
     """Also the gradient itself. On one rank alone: the reference is whole."""
     model, clip = deepcopy(reference).double(), copy(clip)
     clip.prepare(model)
-    exact = _gradient("fp32", model, _double(single[0]), single[1])
+    exact = _gradient("fp32", model, _double(single[0]), single[1], alone=True)
     return _added(clip, model, _double(inputs), only, None).compared(exact, EXACT, same_size=True), exact
 
 
@@ -183,12 +203,14 @@ def _row(present: Tensor, row: int) -> Tensor:
 
 
 def _gradient(
-    precision: Precision, model: nn.Module, inputs: Mapping[str, Tensor], only: Tensor
+    precision: Precision, model: nn.Module, inputs: Mapping[str, Tensor], only: Tensor, alone: bool = False
 ) -> dict[str, Tensor]:  # fmt: skip
+    """`alone`: of a single record, by the model as it is."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     scale = LOSS_SCALE[precision]
     with torch.enable_grad(), autocast(precision, only.device):
-        losses = losses_of(model, inputs, len(only))
+        with uncompiled():
+            losses = slot_losses(model, inputs, 1) if alone else losses_of(model, inputs, len(only))
         loss = torch.where(only, losses, torch.zeros_like(losses)).sum() * scale
     found = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.census import remarks
 from murmuration.data.progress import Progress
-from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import class_list
@@ -47,9 +46,8 @@ class Section:
     tiles: list[Shown]
 
 
-def check(path: Path, overrides: Sequence[str], wanted: Wanted) -> None:
-    """Prints a summary for each phase with records of its own, and writes the page."""
-    config = load(path, list(overrides))
+def check(config: Config, name: str, wanted: Wanted) -> None:
+    """Prints a summary for each phase with records of its own, and writes the page, which calls the config `name`."""
     workers = wanted.workers if wanted.workers is not None else max(1, len(os.sched_getaffinity(0)) - 1)
     sections: list[Section] = []
     print(PRIVATE)
@@ -60,7 +58,7 @@ def check(path: Path, overrides: Sequence[str], wanted: Wanted) -> None:
             continue
         ids = spread(phase.index.records, wanted.most)
         remote = not isinstance(phase.index.locate(0)[0], Path)
-        in_flight = phase.reading.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
+        in_flight = REMOTE_IN_FLIGHT if remote else workers + 2
         reading = ReadOptions(workers, in_flight, phase.reading.timeout_seconds)
         found = look_at(phase, ids, wanted.shown, reading, Progress("looking at", "records"))
         sections.append(Section(title, list(rows_of(phase, found)), found.shown))
@@ -68,7 +66,7 @@ def check(path: Path, overrides: Sequence[str], wanted: Wanted) -> None:
         for name, text in sections[-1].rows:
             print(f"  {name:<14}{printable(text)}".rstrip())
     if wanted.shown and sections:
-        _write(sections, path.name, wanted.out)
+        _write(sections, name, wanted.out)
         print(f"\npage with the pictures (private): {wanted.out}")
 
 

@@ -41,6 +41,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    if not arguments.from_deepspeed and not (arguments.run_dir / "ledger.jsonl").is_file():
+        # Here, since what exports takes seconds to import.
+        told = f"error: {arguments.run_dir} has no ledger.jsonl; name the run directory of a finished run"
+        print(sentence(told), file=sys.stderr)
+        return BAD_INPUT
     from murmuration.train.export.export import export, from_deepspeed
 
     try:

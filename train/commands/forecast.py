@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from murmuration.accounting.errors import DONE, RunError
+from murmuration.accounting.errors import DONE, InputError, RunError
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exit_codes import complain
 
@@ -44,21 +44,21 @@ def main(argv: list[str] | None = None) -> int:
     from murmuration.train.config.load import load
 
     try:
+        if arguments.link is None and arguments.gpus > 1:
+            raise InputError("--link is missing: GPUs exchange gradients; give the GB/s of the slowest link")
+        if arguments.rate is not None and not arguments.rate > 0:
+            raise InputError(f"--rate must be a positive number of records per second, but is {arguments.rate}")
         config = load(arguments.config, arguments.set)
     except RunError as error:
         return complain(error)
     # Heavy imports only now: bad input is refused within a second.
     from murmuration.train.distributed.process import quiet_libraries
-    from murmuration.train.planner.cluster import Cluster, PlannerError
+    from murmuration.train.planner.cluster import Cluster
     from murmuration.train.planner.forecast import forecast
     from murmuration.train.planner.text import as_json, as_text
 
     quiet_libraries()
     try:
-        if arguments.link is None and arguments.gpus > 1:
-            raise PlannerError("--link is missing: GPUs exchange gradients; give the GB/s of the slowest link")
-        if arguments.rate is not None and not arguments.rate > 0:
-            raise PlannerError(f"--rate must be a positive number of records per second, but is {arguments.rate}")
         cluster = Cluster(
             arguments.gpus, arguments.memory, arguments.tflops, arguments.link or 1.0,
             arguments.noise_rate or measured_noise_rate(), arguments.free, arguments.node_link,

@@ -35,11 +35,6 @@ class ReadingSettings(Section):
         ge=0,
         description="Decoding processes per rank; null: the free cores; 0: the trainer decodes, not isolated.",
     )
-    in_flight: int | None = Field(
-        default=None,
-        gt=0,
-        description="Records read concurrently by the trainer; null: 64 from a URL, else workers + 2.",
-    )
     timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one request to a remote store.")
     cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, unencrypted.")
     cache_gib: float = Field(default=100.0, gt=0, description="Largest cache of a node's ranks.")

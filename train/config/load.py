@@ -44,7 +44,9 @@ def load(path: Path, overrides: list[str]) -> Config:
     try:
         raw = parse_with_comments(path.read_bytes())
     except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; write one by launch/init.py") from None
+        shipped = Path(__file__).resolve().parents[2] / path
+        fix = f"copy {shipped}" if shipped.is_file() else "write one by launch/init.py"
+        raise ConfigError(printable(f"there is no config file {path}; {fix}")) from None
     except JsonError as error:
         yaml = "; configs are JSON, not YAML" if path.suffix in (".yaml", ".yml") else ""
         raise ConfigError(printable(f"{path} {error}{yaml}")) from None

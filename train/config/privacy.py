@@ -34,7 +34,6 @@ class AdaptiveClip(Section):
         gt=0,
         description="Noise on the count, in units of the 1/2 that a record adds; null: expected_batch / 10.",
     )
-    span: float = Field(default=1e4, ge=1, description="C stays between norm / span and norm · span.")
 
 
 class ClipGroup(Section):
@@ -103,7 +102,6 @@ class LossProbes(Section):
         description="Noise on either sum, in units of the bound; 10 costs 1 % more on gradients at σ = 1.",
     )
     most: float = Field(default=2.0, gt=1, le=10, description="Largest factor by which one probe changes the rate.")
-    span: float = Field(default=1e4, gt=1, description="The rate stays between schedule.peak / span and peak · span.")
 
 
 class BandedNoise(Section):
@@ -207,12 +205,12 @@ class Privacy(Section):
 
     def request(self, records: int, steps: int, exact: bool = False) -> PlanRequest:
         """What this asks of a plan for so many records, or units. `exact`: for exact noise."""
-        from murmuration.accounting.make_plan import AdaptiveRequest, PlanRequest  # SciPy takes a second
+        from murmuration.accounting.make_plan import ADAPTIVE_SPAN, AdaptiveRequest, PlanRequest  # SciPy takes a second
 
         adaptive, probes = self.clip.adaptive, self.loss_probes
         if adaptive is not None:
             adaptive = AdaptiveRequest(
-                adaptive.quantile, adaptive.learning_rate, adaptive.span, adaptive.noise_multiplier
+                adaptive.quantile, adaptive.learning_rate, ADAPTIVE_SPAN, adaptive.noise_multiplier
             )
         return PlanRequest(
             records=records, expected_batch=self.expected_batch, steps=steps, epsilon=self.epsilon, delta=self.delta,

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from murmuration.accounting.noise import NoiseKind
 from murmuration.model.named import LIBRARIES
-from murmuration.model.settings import ModelSettings
+from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.optimizer import ZeroOptimization
 from murmuration.train.config.phase import STATISTICS, Evaluation, Phase, ZeroShot
@@ -252,6 +252,15 @@ class Config(Section):
                 'have; begin with a phase whose data.source is "checkpoint", or name an encoder with LayerNorm or '
                 "GroupNorm"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Config:
+        if self.model.family not in LIBRARIES:  # only a library knows those of its own models
+            try:
+                self.model.resolved()
+            except SettingsError as error:
+                raise ValueError(f"model: {error}") from None
         return self
 
     @model_validator(mode="after")

@@ -60,8 +60,6 @@ def export(
             f"--averaged chooses what timm, hf, peft, vip and dpcap hold; {form} has both, so leave it out"
         )
     _must_be_empty(out)
-    if not (run_dir.root / "ledger.jsonl").is_file():
-        raise ExportError(f"{run_dir.root} has no ledger.jsonl; name the run directory of a finished run")
     if run_dir.root.resolve() in [out.resolve(), *out.resolve().parents]:
         raise ExportError(f"{out} lies inside the run directory, whose secret folder must never be published")
     verdict = _certified(root)

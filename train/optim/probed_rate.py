@@ -25,6 +25,8 @@ STATE = "probed_rate"
 
 FORGETTING = 0.5
 """What a probe counts for, at the next one."""
+SPAN = 1e4
+"""The factor lies between 1 / SPAN and SPAN."""
 TRUSTED = 1.0
 """Deviations of the noise above which a fitted number is taken at its word."""
 
@@ -72,7 +74,7 @@ class ProbedRate:
         if settings is None:
             return None
         noise = {metric.name: metric.std / metric.expected(plan.divisor, plan.held_out) for metric in plan.metrics}
-        rate = ProbedRate(settings.every, settings.most, settings.span, noise[SLOPE], noise[CURVATURE])
+        rate = ProbedRate(settings.every, settings.most, SPAN, noise[SLOPE], noise[CURVATURE])
         if state is not None:
             rate.restore(state)
         return rate

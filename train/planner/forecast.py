@@ -68,6 +68,21 @@ class PhaseForecast:
     advice: list[str]
     calibrated: bool = False
     """Whether σ follows from ε."""
+    rows_per_unit: int = 1
+    """Records of a unit that a step reads at most."""
+    checkpoints: int = 1
+    """Stored at once: those that are kept, and one that is being written."""
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Weights, frozen ones among them, and the optimizer's state, in fp32."""
+        return (4 + self.weights.moments) * self.weights.trainable + 4 * self.weights.frozen
+
+    @property
+    def reads_per_second(self) -> float | None:
+        """Records that all ranks read."""
+        records = self.batch.mean * self.rows_per_unit + self.mixed
+        return None if self.time is None else records / self.time.seconds
 
     @property
     def days(self) -> float | None:
@@ -136,7 +151,11 @@ def _of_phase(
         plan, epsilons, [],
     )  # fmt: skip
     calibrated = phase.privacy is not None and phase.privacy.noise_multiplier is None
-    return replace(found, advice=advice(found, wanted, cluster), calibrated=calibrated)
+    rows_per_unit = plan.units.rows if plan is not None and plan.units is not None else 1
+    return replace(
+        found, advice=advice(found, wanted, cluster), calibrated=calibrated, rows_per_unit=rows_per_unit,
+        checkpoints=run.keep_checkpoints + 1,
+    )  # fmt: skip
 
 
 def _layout(

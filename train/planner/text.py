@@ -23,7 +23,13 @@ def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:
         if phase.time is not None:
             value["time"] |= {"seconds": phase.time.seconds}
         value |= {"batch": phase.batch.mean, "batch_spread": phase.batch.spread}
-        value |= {"days": phase.days, "gpu_hours": phase.gpu_hours(cluster), "note": _note(phase)}
+        value |= {
+            "days": phase.days,
+            "gpu_hours": phase.gpu_hours(cluster),
+            "reads_per_second": phase.reads_per_second,
+            "checkpoint_bytes": phase.checkpoint_bytes,
+            "note": _note(phase),
+        }
         value |= {"warning": _warning(phase)}
         found.append(value)
     whole = {
@@ -69,8 +75,8 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
             f"  {name:<18}{_gib(need.stays):>8} {_gib(need.update):>9} {_gib(need.host + need.host_update):>9}   "
             f"{layout.micro_batch or 'does not fit'}{graph if layout.micro_batch else ''}{marked}"
         )
-    if phase.time is not None and phase.days is not None:
-        time = phase.time
+    time, reads = phase.time, phase.reads_per_second
+    if time is not None and reads is not None:
         mixed = f" and {phase.mixed:,} public ones mixed in" if phase.mixed else ""
         lines += [
             f"  micro-batch   {phase.micro_batch}; {phase.batch.mean:,.0f} records{mixed} per step, "
@@ -78,7 +84,9 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
             f"  step          {_seconds(time.seconds)}: {_seconds(time.compute)} compute, {_seconds(time.exchange)} "
             f"exchange, noise {_seconds(time.noise)} beside it; reading is not counted",
             f"  all {phase.steps:,} steps  {phase.days:.3g} days, {phase.gpu_hours(cluster):,.1f} GPU-hours",
+            f"  reading       {reads:,.0f} records per second, {reads / cluster.gpus:,.1f} for each GPU",
         ]
+    lines.append(f"  disk          {_gib(phase.checkpoint_bytes)} a checkpoint, {phase.checkpoints} at once")
     if phase.plan is not None:
         lines.append(f"  σ             {phase.plan.noise_multiplier:g}, δ {phase.plan.delta:.3g}")
         shown = ", ".join(f"{step:,}: {round_up(value):g}" for step, value in phase.epsilons)

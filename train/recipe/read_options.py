@@ -30,7 +30,7 @@ def reading_options(settings: ReadingSettings, index: RecordIndex, ranks: Ranks)
     # One core is left to the trainer.
     workers = settings.workers if settings.workers is not None else max(1, own_cores(ranks) - 1)
     remote = not isinstance(index.locate(0)[0], Path)
-    in_flight = settings.in_flight or (REMOTE_IN_FLIGHT if remote else workers + 2)
+    in_flight = REMOTE_IN_FLIGHT if remote else workers + 2
     cache = None
     if settings.cache_dir is not None:
         cache = Cache(Path(settings.cache_dir), int(settings.cache_gib * 2**30), settings.cache_keep)
