@@ -27,6 +27,14 @@ def test_the_page_is_what_the_studies_give() -> None:
     assert script().page() == PAGE, "run: python benchmarks/results_page.py > docs/results.md"
 
 
+def test_every_measure_along_an_axis_has_a_table() -> None:
+    measures = {"loss": {"value": 1.5, "sd": 0.25}, "top-1": {"value": 0.5, "sd": 0.125}}
+    rows = [{"arm": "captioner", "place": place, "runs": 3, "measures": measures} for place in (100, 400)]
+    told = script().tables({"axis": {"label": "batch"}, "rows": rows})
+    assert told.count("| batch | captioner |") == 2 and told.count("| 400 | 1.500 ± 0.250 |") == 1
+    assert told.index("loss, 3 runs each:") < told.index("top-1, 3 runs each:") < told.index("| 100 | 0.500 ± 0.125 |")
+
+
 def test_the_leaderboard_ends_with_the_results_at_hand() -> None:
     read = script("leaderboard")
     newest = {row["results"]: row["numbers"] for row in json.loads(read.OUT.read_text())}
