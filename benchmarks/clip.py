@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]  # the package `data` before data.py beside this file
 
 # Listed here, so that this process need not import the code that its children measure.
-QUICK = ("mae_s", "captioner_s", "vit_s", "last_layer")
+QUICK = ("mae_s", "captioner_s", "vit_s", "last_layer", "llama_lora")
 FULL = (
     "vip_mae_base", "vip_mae_large", "vip_mae_huge", "dpcap_base_40", "dpcap_base_77", "dpcap_large_40",
     "dpcap_large_77", "vit_base_224", "vit_base_384", "vit_large_224", "vit_large_384", "vit_huge_224", "vit_huge_392",

@@ -14,7 +14,9 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from murmuration.model.build import build
 from murmuration.model.encoder import PatchProjection
@@ -70,6 +72,27 @@ class Head(nn.Module):
         return F.cross_entropy(self.head(inputs["features"]).float(), inputs["label"], reduction="none")
 
 
+class Texts(nn.Module):
+    """A Llama whose linear layers have adapters of PEFT's, which alone are trained: a text's mean loss."""
+
+    def __init__(self, width: int, depth: int, vocabulary: int) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=688 * width // 256, num_hidden_layers=depth,
+            num_attention_heads=8, num_key_value_heads=4, attn_implementation="eager",
+        )  # fmt: skip
+        adapters = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.net = get_peft_model(LlamaForCausalLM(config).float(), adapters)  # pyright: ignore[reportArgumentType]
+        for name, parameter in self.net.named_parameters():
+            if "lora_B" in name:  # at 0, the other half would have no gradient
+                nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        tokens = inputs["tokens"]
+        logits = self.net(input_ids=tokens, use_cache=False).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none").mean(1)
+
+
 def images(count: int, side: int, draw: torch.Generator) -> Tensor:
     return torch.randn(count, 3, side, side, generator=draw)
 
@@ -120,6 +143,13 @@ def last_layer(micro_batch: int, width: int = 768, classes: int = CLASSES) -> Wo
     )  # fmt: skip
 
 
+def adapters(about: str, micro_batch: int, width: int, depth: int, length: int, vocabulary: int) -> Workload:
+    def inputs(count: int, draw: torch.Generator) -> Inputs:
+        return {"tokens": torch.randint(3, vocabulary, (count, length), generator=draw)}
+
+    return Workload(about, lambda: Texts(width, depth, vocabulary), inputs, micro_batch)
+
+
 SMALL_MAE: dict[str, object] = dict(
     width=768, depth=3, heads=12, mae_decoder_width=512, mae_decoder_depth=1, mae_decoder_heads=16
 )
@@ -136,12 +166,16 @@ QUICK: dict[str, Workload] = {
     "captioner_s": captioner("captioner 768, 197 + 40 tokens, vocabulary 10k, 4 + 2 blocks", 2, **SMALL_CAPTIONER),
     "vit_s": classifier("ViT-S 384, 197 tokens, 6 blocks", 4, "vit_small_patch16_224", 224, depth=6),
     "last_layer": last_layer(512),
+    "llama_lora": adapters(
+        "Llama 256, adapters of rank 8 on all linear layers, 128 tokens, 4 blocks", 8, 256, 4, 128, 2000
+    ),
 }
 SMOKE: dict[str, Workload] = {
     "mae_s": mae("a toy masked autoencoder", 4, **TINY),
     "captioner_s": captioner("a toy captioner", 4, **TINY),
     "vit_s": classifier("a toy classifier", 4, "vit_tiny_patch16_224", 32, depth=1, embed_dim=24, patch_size=8),
     "last_layer": last_layer(8, 16, 10),
+    "llama_lora": adapters("a toy language model", 4, 32, 1, 8, 32),
 }
 FULL: dict[str, Workload] = {
     **{f"vip_mae_{s}": mae(f"ViP MAE {s}, 75 % masked", 32, size=s) for s in ("base", "large", "huge")},
