@@ -70,7 +70,8 @@ class Folder:
             written.write(json.dumps(known, indent=1).encode())
 
     def trained(self, run: Run) -> bool:
-        return (self.of(run) / "certificate.json").exists()
+        # A run whose budget was spent by steps made twice has a certificate, and not all of its steps.
+        return (self.of(run) / "certificate.json").exists() and RunDir(self.of(run)).state().get("status") == "done"
 
     def id_of(self, run: Run) -> str | None:
         """By which the log of runs knows it; None if it was never begun."""

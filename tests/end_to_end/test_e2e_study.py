@@ -19,8 +19,10 @@ from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.study.plan_runs import require_budgets, require_sound
 from murmuration.evaluation.study.study_file import load_study, runs_of
+from murmuration.evaluation.study.train_runs import Folder
 from murmuration.launch.study import main
 from murmuration.train.config.load import load
+from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import DataBudgetError, RunLog
 from tests.support import forking
 from tests.support.evaluation_world import class_folders, class_list
@@ -99,6 +101,22 @@ def test_a_study_goes_on_past_a_lost_arm(folder: Path, found: dict[str, Any]) ->
     page = (folder / "whole" / "study.html").read_text()
     assert "Toy &lt;study&gt;" in page and "lost-8-2 failed" in page
     assert (folder / "whole" / "study.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_whose_budget_was_spent_before_its_last_step_is_not_taken_as_trained(
+    folder: Path, found: dict[str, Any]
+) -> None:
+    study = load_study(folder / "study.json", ["axis.values=[8]"])
+    run = next(each for each in runs_of(study, folder / "whole") if each.arm == "all")
+    kept = Folder(folder / "whole")
+    assert found["rows"] and kept.trained(run)
+    state = RunDir(kept.of(run))
+    before = state.state_file.read_bytes()
+    state.write_state(status="budget spent")
+    try:
+        assert not kept.trained(run)
+    finally:
+        state.state_file.write_bytes(before)
 
 
 @pytest.mark.slow
