@@ -287,6 +287,7 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([put("phases.0.data", {"path": "x", "public": True, "classes": "c.txt"})],
          "does not train on labels, so data.classes would have no effect"),
     ]),
+    "sizes": ([], [([put("model.image_size", 33)], "model.image_size 33 is not divisible")]),
     "engines": ([], [
         ([put("zero_optimization.stage", 3), put("run.clip_engine", "reference")], WHOLE_WEIGHTS),
         ([put("run.engine", "fsdp2"), put("run.clip_engine", "reference")], WHOLE_WEIGHTS),

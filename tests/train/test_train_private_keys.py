@@ -145,6 +145,7 @@ def test_the_link_of_a_step_is_gone_when_it_returns(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import torch
 from tests.support.own_module import RATE, training
 fsync = os.fsync
 
@@ -167,6 +168,7 @@ def killed_behind(writes):
 for writes in (1, 2, 3, 4, 5, 6, 7, 23):  # all of one step, the next, and those of a save
     child = os.fork()  # of a process that has imported and computed nothing
     if child == 0:
+        torch.set_num_threads(1)  # in a fork PyTorch makes its pool anew, and two threads at once may both find none
         killed_behind(writes)
         os._exit(1)
     _, status = os.waitpid(child, 0)

@@ -73,7 +73,6 @@ def test_another_decoder_is_another_phase(real: Callable[..., Config], monkeypat
           put("phases.1.monitor", {"path": "private", "public": True})],
          r"phases.1.monitor.path: .* which are not declared public"),
         ([put("phases.0.batch", 17)], "phases.0.batch = 17 exceeds the 16 records"),
-        ([put("model.image_size", 33)], "model.image_size 33 is not divisible"),
     ],
 )  # fmt: skip
 def test_data_that_do_not_fit_are_refused(real: Callable[..., Config], changes: list[Change], message: str) -> None:
