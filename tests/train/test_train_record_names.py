@@ -353,6 +353,7 @@ def test_what_training_refuses_is_shown_with_its_reason(tmp_path: Path, capsys: 
     assert "30 x no label findng in the record; such as record 0 in 000000.tar (KeyError)" in done.stdout
     assert "of 30 .json looked into, all have finding, all have width" in done.stdout
     assert (tmp_path / "config-check.html").stat().st_mode & 0o777 == 0o600
+    assert "Records of config.json" in (tmp_path / "config-check.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def check(config: Config, name: str, wanted: Wanted) -> None:
         found = look_at(phase, ids, wanted.shown, reading, Progress("looking at", "records"))
         sections.append(Section(title, list(rows_of(phase, found)), found.shown))
         print(f"\n{title}:")
-        for name, text in sections[-1].rows:
-            print(f"  {name:<14}{printable(text)}".rstrip())
+        for what, text in sections[-1].rows:
+            print(f"  {what:<14}{printable(text)}".rstrip())
     if wanted.shown and sections:
         _write(sections, name, wanted.out)
         print(f"\npage with the pictures (private): {wanted.out}")
