@@ -25,15 +25,15 @@ LEAST_SIGMA = 0.1
 """Below it, accounting takes minutes and its answers are in the hundreds."""
 
 ADAPTIVE_SPAN = 1e4
+"""An adaptive C stays between norm / ADAPTIVE_SPAN and norm · ADAPTIVE_SPAN."""
 
 
 @dataclass(frozen=True)
 class AdaptiveRequest:
-    """C follows a quantile of the gradient norms; it stays between norm / span and norm · span."""
+    """C follows a quantile of the gradient norms."""
 
     quantile: float
     learning_rate: float
-    span: float
     noise_multiplier: float | None = None
     """Noise on the count of clipped records, in units of the 1/2 that one record adds; None: a tenth of the batch."""
 
@@ -88,7 +88,7 @@ class PlanRequest:
             found += [LossProbe(name, bound, bound * noise) for name in (SLOPE, CURVATURE)]
         if (asked := self.adaptive) is not None:
             counted = asked.noise_multiplier or self.expected_batch / 10
-            lowest, highest = self.clip_norm / asked.span, self.clip_norm * asked.span
+            lowest, highest = self.clip_norm / ADAPTIVE_SPAN, self.clip_norm * ADAPTIVE_SPAN
             rule = AdaptiveRule(asked.quantile, asked.learning_rate, lowest, highest)
             found.append(ClippedShare.of(SENSITIVITY * counted, rule))
         return tuple(found)

@@ -36,8 +36,8 @@ def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent")
 
 def require_index(source: str) -> None:
     """Refuses a folder that has none, before anything that takes seconds; `open_index` finds whatever else is wrong."""
-    if not is_url(source) and not _names_shards(source) and not (find(source) / MANIFEST).is_file():
-        raise ShardError(f"{find(source)}: no index here; {mend(source)}")
+    if not is_url(source) and not _names_shards(source):
+        read_manifest(source)
 
 
 def _names_shards(folder: str | os.PathLike[str]) -> bool:

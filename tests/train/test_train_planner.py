@@ -260,6 +260,17 @@ def test_a_plan_without_data_and_without_the_model_in_memory(
     assert math.isclose(found["total"]["gpu_hours"], phase["gpu_hours"])
 
 
+def test_a_unit_reads_as_many_records_as_it_may_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path)
+    raw = json.loads(path.read_text())
+    data = raw["phases"][0]["data"]
+    data |= {"unit": "patient", "rows_per_unit": 3, "expected_units": data.pop("expected_records")}
+    path.write_text(json.dumps(raw))
+    assert ask(path, "--json") == 0
+    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    assert phase["reads_per_second"] == pytest.approx(3 * phase["batch"] / phase["time"]["seconds"])
+
+
 def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = config(tmp_path, zero_optimization={"stage": 0}, train_micro_batch_size_per_gpu=128)
     assert ask(small, "--memory", "16") == 0

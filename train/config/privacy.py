@@ -205,13 +205,11 @@ class Privacy(Section):
 
     def request(self, records: int, steps: int, exact: bool = False) -> PlanRequest:
         """What this asks of a plan for so many records, or units. `exact`: for exact noise."""
-        from murmuration.accounting.make_plan import ADAPTIVE_SPAN, AdaptiveRequest, PlanRequest  # SciPy takes a second
+        from murmuration.accounting.make_plan import AdaptiveRequest, PlanRequest  # SciPy takes a second
 
         adaptive, probes = self.clip.adaptive, self.loss_probes
         if adaptive is not None:
-            adaptive = AdaptiveRequest(
-                adaptive.quantile, adaptive.learning_rate, ADAPTIVE_SPAN, adaptive.noise_multiplier
-            )
+            adaptive = AdaptiveRequest(adaptive.quantile, adaptive.learning_rate, adaptive.noise_multiplier)
         return PlanRequest(
             records=records, expected_batch=self.expected_batch, steps=steps, epsilon=self.epsilon, delta=self.delta,
             noise_multiplier=self.noise_multiplier, clip_norm=self.clip.norm, adaptive=adaptive,
