@@ -840,6 +840,7 @@ def test_a_measurement_that_writes_into_the_model_ends_the_run(tmp_path: Path) -
         ({"sampling": "allocation", "keep_key": True}, "do not go together"),
         ({"bands": 2, "computation": murmuration.Computation(noise="exact")}, "do not go together"),
         ({"shard_over": 2}, "shard_over = 2: it is for engine"),
+        ({"computation": murmuration.Computation("opacus", compile="blocks")}, "needs the book-keeping clip engine"),
     ],
 )  # fmt: skip
 def test_settings_are_refused_in_one_sentence(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
