@@ -18,8 +18,8 @@ from murmuration.train.config.root import json_schema
 HEADER = """\
 # Config reference
 
-Every key of a config; [config.md](config.md) explains how the file is read. Unknown keys are refused. A key may be
-`null` where that is its default. Don't edit this page: the schema generates it.
+Every key of a config; [config.md](config.md) explains the file. Where no default is given, it is `null`. Don't edit
+this page: the schema generates it.
 
     python -m murmuration.train.config.reference > docs/config-reference.md
     python -m murmuration.train.config.reference --schema > ds_configs/schema.json
@@ -121,6 +121,8 @@ def _default(field: Node, required: bool) -> str:
     if required:
         return "required"
     # A section's default is made of the defaults of its keys, which have a table of their own.
+    if field["default"] is None:
+        return ""
     return "–" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
 
 
