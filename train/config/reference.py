@@ -26,6 +26,7 @@ this page: the schema generates it.
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean"}
 LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+LARGE = 10_000  # an upper limit from here on only keeps nonsense out: it stands in the schema alone
 Node = dict[str, Any]
 
 
@@ -65,20 +66,18 @@ class Reference:
 
     def _section(self, title: str, section: Node) -> list[str]:
         required = {*section.get("required", ()), *section.get("else", {}).get("required", ())}
-        rows = [
-            f"| `{key}` | {self._type(field)} | {_default(field, key in required)} | {self._meaning(key, field)} |"
-            for key, field in section["properties"].items()
-        ]
+        rows, told = list[str](), list[str]()
+        for key, field in section["properties"].items():
+            # Kinds of data share keys, which are explained once.
+            if (known := (key, field["description"])) in self._told and field["description"].count(" ") > 2:
+                told.append(f"`{key}`")
+                continue
+            self._told.add(known)
+            meaning = field["description"].replace("|", "\\|")
+            rows.append(f"| `{key}` | {self._type(field)} | {_default(field, key in required)} | {meaning} |")
+        rows += [f"| {', '.join(told)} | | | As above. |"] if told else []
         about = [" ".join(section["description"].split()), ""] if "description" in section else []
         return [f"## {title}", "", *about, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
-
-    def _meaning(self, key: str, field: Node) -> str:
-        """Kinds of data share keys, which are explained once."""
-        meaning = field["description"].replace("|", "\\|")
-        if (key, meaning) in self._told and len(meaning) > len("As above.") * 2:
-            return "As above."
-        self._told.add((key, meaning))
-        return meaning
 
     def _type(self, field: Node) -> str:
         if "$ref" in field:
@@ -99,7 +98,8 @@ class Reference:
         # The type of a number or text, with its limits.
         if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
             return f"`{field['minimum']}`"
-        limits = ", ".join(f"{sign} {_number(field[limit])}" for limit, sign in LIMITS.items() if limit in field)
+        given = [(sign, field[limit]) for limit, sign in LIMITS.items() if limit in field]
+        limits = ", ".join(f"{sign} {_number(value)}" for sign, value in given if sign != "≤" or value < LARGE)
         words = [TYPES[field["type"]], *([f"`{limits}`"] if limits else [])]
         words += [f"like `{field['pattern']}`"] if "pattern" in field else []
         return " ".join(words) + (", not empty" if field.get("minLength") else "")
