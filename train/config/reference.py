@@ -74,10 +74,11 @@ class Reference:
                 continue
             self._told.add(known)
             meaning = field["description"].replace("|", "\\|")
-            rows.append(f"| `{key}` | {self._type(field)} | {_default(field, key in required)} | {meaning} |")
-        rows += [f"| {', '.join(told)} | | | As above. |"] if told else []
+            kind = self._type(field)
+            rows.append(f"| `{key}` | {kind}{_default(field, key in required, kind)} | {meaning} |")
+        rows += [f"| {', '.join(told)} | | As above. |"] if told else []
         about = [" ".join(section["description"].split()), ""] if "description" in section else []
-        return [f"## {title}", "", *about, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+        return [f"## {title}", "", *about, "| key | type (default) | meaning |", "|---|---|---|", *rows, ""]
 
     def _type(self, field: Node) -> str:
         if "$ref" in field:
@@ -117,13 +118,15 @@ def _number(value: float) -> str:
     return f"{int(value):,}" if value == int(value) else f"{value}"
 
 
-def _default(field: Node, required: bool) -> str:
+def _default(field: Node, required: bool, kind: str) -> str:
     if required:
-        return "required"
-    # A section's default is made of the defaults of its keys, which have a table of their own.
+        return ", required"
     if field["default"] is None:
         return ""
-    return "–" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
+    if isinstance(field["default"], dict):
+        return " (its defaults)"  # made of those of its keys, which have a table of their own
+    said = f"`{json.dumps(field['default'])}`"
+    return "" if said == kind else f" ({said})"
 
 
 def main() -> None:
