@@ -11,7 +11,7 @@ from murmuration.data.synthetic.kinds import PictureKind
 from murmuration.train.config.section import Section, word_given
 
 _TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a public tokenizer.json or vocab.txt."
-_AUGMENT = "center: the middle square; else none, or a random crop, flipped half of the time."
+_AUGMENT = "none: the whole image; center: the middle square; else random crops, half of them flipped."
 _CLASSES = "Public file of class names: lines, or a JSON list. Private class folders need it."
 _EXCLUDE_CLASSES = "Public data: a file of classes to leave out. Shards then need `label` and `classes`."
 _LOOKS_AT_LABELS = (

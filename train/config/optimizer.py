@@ -73,7 +73,7 @@ class Optimizer(Section):
     params: OptimizerParams = Field(default=OptimizerParams(), description="Its settings.")
     carry: Carry = Field(
         default="none",
-        description="State of the previous phase; second-moment zeroes the first and keeps the step count.",
+        description="State to take over; second-moment zeroes the first and keeps the step count.",
     )
 
     @model_validator(mode="after")
