@@ -88,6 +88,8 @@ def test_accumulated_noise_is_that_of_all_prefix_sums(bands: int, steps: int) ->
     prefix = np.tril(np.ones((steps, steps))) @ whole(matrix, steps)
     assert matrix.accumulated(steps) == pytest.approx(math.sqrt(np.square(prefix).sum() / steps), rel=1e-9)
     assert matrix.accumulated(steps) < math.sqrt((steps + 1) / 2)
+    independent = math.sqrt(np.square(np.tril(np.ones((steps, steps)))).sum() / steps)
+    assert f"adding up to {matrix.accumulated(steps) / independent:.3f} of" in matrix.in_a_dry_run(1.0, steps)[0]
 
 
 @pytest.mark.parametrize(("bands", "blocks"), [(2, 20), (3, 5), (5, 12)])

@@ -465,6 +465,22 @@ def test_a_file_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_another_writer_takes_for_left_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its lock it looks like one whose writer was killed."""
+    really, asked = durable.try_lock, list[int]()
+
+    def taken_first(descriptor: int) -> bool:
+        asked.append(descriptor)
+        return len(asked) > 1 and really(descriptor)
+
+    monkeypatch.setattr(durable, "try_lock", taken_first)
+    with durable.atomic(tmp_path / "a", tidy=False) as file:
+        file.write(b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole" and len(asked) == 2
+
+
 def test_what_killed_writers_left_goes_with_the_next_write_and_what_is_being_written_stays(tmp_path: Path) -> None:
     target, victim, ours = tmp_path / "a", tmp_path / "victim", f".other.{'a' * 16}.tmp"
     victim.write_bytes(b"theirs")

@@ -138,6 +138,10 @@ def test_of_a_unit_records_are_exchanged_and_units_are_counted(tmp_path: Path) -
     assert told["1", "--unit"]["bound"]["epsilon"] == certificate["claim"]["epsilon_claimed"]
     assert told["2", "--unit"]["bound"]["epsilon"] == pytest.approx(limits["groups"][0]["epsilon"], rel=1e-9)
     assert "7 records of one person that belong to one unit" in told["7",]["statement"]
+    # Records of a unit have the bound of an exchanged unit already.
+    exchanged = {key: any("is exchanged for another one" in each for each in found["not_covered"])
+                 for key, found in told.items()}  # fmt: skip
+    assert exchanged == {("7",): False, ("1", "--unit"): True, ("2", "--unit"): True}
 
 
 def late(folder: Path) -> None:
