@@ -172,6 +172,9 @@ def test_a_run_that_lost_the_memory_of_its_place_counts_as_a_copy(tmp_path: Path
     memory.unlink()
     assert "may be a copy" in (copied_run.recognise(journal, secret) or "")
     assert copied_run.recognise(journal, secret) is None, "noted once"
+    memory.write_bytes(b"longer than any place" * 100)
+    assert "cannot be read" in (copied_run.recognise(journal, secret) or "")
+    assert copied_run.recognise(journal, secret) is None, "nothing is left of what lay there"
 
 
 @pytest.mark.parametrize("named", [0, 77])

@@ -21,7 +21,7 @@ from tests.support.acc_world import PLAN
 
 def test_plan_is_frozen_and_consistent() -> None:
     plan = replace(PLAN, sampling=Poisson(2**31))
-    assert (plan.sampling_rate, plan.divisor, plan.noise_std) == (0.5, 50.0, 20.0)
+    assert (plan.sampling_rate, plan.divisor, plan.noise_std, plan.added_noise) == (0.5, 50.0, 20.0, 20.0)
     assert PLAN.sampling_rate == 1.0 and not PLAN.mechanisms and replace(PLAN, views=2).mechanisms == {"views"}
     with pytest.raises(AttributeError):
         plan.steps = 9  # pyright: ignore[reportAttributeAccessIssue]
