@@ -180,6 +180,12 @@ def test_where_every_turn_draws_all_its_records_epsilon_has_a_closed_form() -> N
     assert epsilon([planned], PLAN.delta) == pytest.approx(gaussian_epsilon(20.0 / math.sqrt(10), PLAN.delta), rel=1e-9)
 
 
+def test_a_draw_by_turns_says_how_many() -> None:
+    rate = "q = 1 = 4294967296/2^32"
+    assert PLAN.sampling.in_words(101, 40) == f"{rate} in 10 turns of 4 parts"
+    assert acc_world.PLAN.sampling.in_words(100, 40) == rate
+
+
 def test_plans_survive_json_and_plans_without_a_matrix_are_as_before() -> None:
     told = json.loads(json.dumps(PLAN.as_dict()))
     assert PrivacyPlan(**told) == PLAN and "noise" not in acc_world.PLAN.as_dict()
@@ -256,6 +262,7 @@ def test_a_lost_part_of_the_ledger_is_charged_for_the_part_that_was_drawn_from_m
     train(journal, range(1, 7))  # parts 1 and 2 had two turns, the others one
     lost = Head(journal.history.run_id, 99, "f" * 64, (Charge(0, 1.0, 20.0, 2),))  # of steps 7 and 8, which it hides
     journal.admit_lost((lost, []), "restored")
+    assert [charge.count for charge in journal.history.lost] == [1], "one step for its one segment"
     journal.begin_segment(0, CONFIG, DATA, 6, "restored")
     train(journal, range(7, 9), begun_after=6)
     assert sum(event.count for event in journal.history.charged()) >= 3, "part 3 had turns at 3, 7 and 7"

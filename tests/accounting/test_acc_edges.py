@@ -169,9 +169,11 @@ def test_a_run_that_lost_the_memory_of_its_place_counts_as_a_copy(tmp_path: Path
     journal.declare_plan(0, "private", PLAN, {})
     assert journal.ledger.length == 2 and "may be a copy" in (copied_run.recognise(journal, secret) or "")
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    original = journal.history.run_id
     memory.unlink()
     assert "may be a copy" in (copied_run.recognise(journal, secret) or "")
     assert copied_run.recognise(journal, secret) is None, "noted once"
+    assert journal.history.run_id != original, "a budget of the records counts it as another run"
     memory.write_bytes(b"longer than any place" * 100)
     assert "cannot be read" in (copied_run.recognise(journal, secret) or "")
     assert copied_run.recognise(journal, secret) is None, "nothing is left of what lay there"

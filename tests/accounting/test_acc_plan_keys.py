@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import get_args
 import pytest
 
 from murmuration.accounting.adaptive import AdaptiveRule
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
 from murmuration.accounting.metrics import ClippedShare, HeldOutAccuracy, LossProbe, PlannedMetric
 from murmuration.accounting.plan import PrivacyPlan, parse_delta
@@ -110,3 +112,6 @@ def test_what_a_record_adds_to_a_metric_and_how_many_it_is_about(
     """Of 100 records in an expected batch a quarter is held out."""
     assert (metric.signed, metric.apart, metric.offset) == (signed, apart, offset)
     assert metric.expected(100.0, 0.25) == about
+    for std in (0.0, -80.0, math.inf, math.nan):
+        with pytest.raises(PlanError, match="needs a finite positive bound and noise"):
+            replace(metric, std=std)

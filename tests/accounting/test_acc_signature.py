@@ -368,6 +368,9 @@ def test_renamed_tensors_are_known_by_the_digests_of_the_certified_ones(tmp_path
     found = digests_of_renamed(tmp_path / "x.safetensors")
     assert found is not None and found.digests == digests_of_safetensors(tmp_path / "ours.safetensors")
     assert found.others == ["more"] and digests_of_renamed(tmp_path / "ours.safetensors") is None
+    save_file({"upper": matrix[:2]}, tmp_path / "x.safetensors")
+    with pytest.raises(WeightsFileError, match=r"names 'lower', which x\.safetensors lacks"):
+        digests_of_renamed(tmp_path / "x.safetensors")
 
 
 def test_a_certificate_no_longer_covers_a_run_of_which_more_was_declared(tmp_path: Path) -> None:
