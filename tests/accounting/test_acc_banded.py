@@ -88,6 +88,8 @@ def test_accumulated_noise_is_that_of_all_prefix_sums(bands: int, steps: int) ->
     prefix = np.tril(np.ones((steps, steps))) @ whole(matrix, steps)
     assert matrix.accumulated(steps) == pytest.approx(math.sqrt(np.square(prefix).sum() / steps), rel=1e-9)
     assert matrix.accumulated(steps) < math.sqrt((steps + 1) / 2)
+    independent = math.sqrt(np.square(np.tril(np.ones((steps, steps)))).sum() / steps)
+    assert f"adding up to {matrix.accumulated(steps) / independent:.3f} of" in matrix.in_a_dry_run(1.0, steps)[0]
 
 
 @pytest.mark.parametrize(("bands", "blocks"), [(2, 20), (3, 5), (5, 12)])
@@ -178,6 +180,12 @@ def test_where_every_turn_draws_all_its_records_epsilon_has_a_closed_form() -> N
     assert epsilon([planned], PLAN.delta) == pytest.approx(gaussian_epsilon(20.0 / math.sqrt(10), PLAN.delta), rel=1e-9)
 
 
+def test_a_draw_by_turns_says_how_many() -> None:
+    rate = "q = 1 = 4294967296/2^32"
+    assert PLAN.sampling.in_words(101, 40) == f"{rate} in 10 turns of 4 parts"
+    assert acc_world.PLAN.sampling.in_words(100, 40) == rate
+
+
 def test_plans_survive_json_and_plans_without_a_matrix_are_as_before() -> None:
     told = json.loads(json.dumps(PLAN.as_dict()))
     assert PrivacyPlan(**told) == PLAN and "noise" not in acc_world.PLAN.as_dict()
@@ -254,6 +262,7 @@ def test_a_lost_part_of_the_ledger_is_charged_for_the_part_that_was_drawn_from_m
     train(journal, range(1, 7))  # parts 1 and 2 had two turns, the others one
     lost = Head(journal.history.run_id, 99, "f" * 64, (Charge(0, 1.0, 20.0, 2),))  # of steps 7 and 8, which it hides
     journal.admit_lost((lost, []), "restored")
+    assert [charge.count for charge in journal.history.lost] == [1], "one step for its one segment"
     journal.begin_segment(0, CONFIG, DATA, 6, "restored")
     train(journal, range(7, 9), begun_after=6)
     assert sum(event.count for event in journal.history.charged()) >= 3, "part 3 had turns at 3, 7 and 7"

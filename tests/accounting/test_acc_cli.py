@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from murmuration.accounting.banded import best_banded
+from murmuration.accounting.banded import MOST_BANDS, best_banded
+from murmuration.accounting.cli.compare import BANDS
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
@@ -204,10 +205,11 @@ def test_compare_names_what_adds_up_to_least(tmp_path: Path) -> None:
         assert row["sigma"] == answer(
             f"calibrate --n 4000 --batch {500 * bands} --steps {row['turns']} --epsilon 2 --delta 1e-4"
         )["sigma"], "a turn is a Poisson-sampled step of the part's rate"  # fmt: skip
-    best = min(found["rows"], key=lambda row: row["accumulated"])
-    assert (
-        found["best"] == best["noise"] and "not accuracy" in found["caution"] and "not accuracy" in here(asked).stdout
-    )
+    assert allocated["accumulated"] == pytest.approx(allocated["per_step"] * math.sqrt(65 / 2), rel=1e-12)
+    best, said = min(found["rows"], key=lambda row: row["accumulated"]), here(asked).stdout
+    assert found["best"] == best["noise"] == "allocation"
+    assert "not accuracy" in found["caution"] and "not accuracy" in said
+    assert "least adds up with random allocation: " in said and BANDS[-1] == MOST_BANDS
     shorter = {row["bands"]: row for row in answer(f"{asked} --horizon 16")["rows"] if row["noise"] != "allocation"}
     assert shorter[8]["per_step"] < rows[8]["per_step"] and shorter[8]["accumulated"] > rows[8]["accumulated"]
 
@@ -240,6 +242,7 @@ def test_compare_reads_a_config(tmp_path: Path) -> None:
         ("compare --n 0 --batch 4 --steps 1 --epsilon 1", 2, "must be at least 1, but are 0 and 1"),
         ("compare --n 10 --batch 4 --steps 4 --epsilon 1 --phase p", 2, "give that, too"),
         ("verify /nowhere", 5, "there is no ledger"),
+        ("statement /nowhere", 2, "required: --records"),
         ("explain", 2, "explain needs a RUN_DIR"),
         ("explain --epsilon 3", 2, "--delta"),
         ("explain --epsilon nan --delta 1e-6", 2, "at least 0"),

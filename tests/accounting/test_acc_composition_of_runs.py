@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.certificate.composition import composed, known_runs, total
+from murmuration.accounting.certificate.composition import SUMS, composed, known_runs, total
 from murmuration.accounting.certificate.pages import write
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.statement import compose
-from murmuration.accounting.certificate.verify import CertificateError, verify
+from murmuration.accounting.certificate.verify import CertificateError, _check_composition, verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.event import Event
@@ -129,6 +129,9 @@ def test_no_composition_is_less_than_what_one_of_its_runs_claims(
     write(signed(document, KEY), one)
     with pytest.raises(CertificateError, match="leaves this run out"):
         verify(one)
+    for name in SUMS:
+        with pytest.raises(CertificateError, match=rf"says composition\.{name} = .*, but its own events give"):
+            _check_composition({"composition": own | {name: 0.99 * own[name]}}, history, claimed)
     document["composition"] = own | {"events": []}
     document["composition"] |= total(own["runs"], [], PLAN.delta)
     write(signed(document, KEY), one)

@@ -169,9 +169,14 @@ def test_a_run_that_lost_the_memory_of_its_place_counts_as_a_copy(tmp_path: Path
     journal.declare_plan(0, "private", PLAN, {})
     assert journal.ledger.length == 2 and "may be a copy" in (copied_run.recognise(journal, secret) or "")
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
+    original = journal.history.run_id
     memory.unlink()
     assert "may be a copy" in (copied_run.recognise(journal, secret) or "")
     assert copied_run.recognise(journal, secret) is None, "noted once"
+    assert journal.history.run_id != original, "a budget of the records counts it as another run"
+    memory.write_bytes(b"longer than any place" * 100)
+    assert "cannot be read" in (copied_run.recognise(journal, secret) or "")
+    assert copied_run.recognise(journal, secret) is None, "nothing is left of what lay there"
 
 
 @pytest.mark.parametrize("named", [0, 77])
@@ -463,6 +468,22 @@ def test_a_file_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="full"), durable.atomic(tmp_path / "certificate.json"):
         raise OSError("the disk is full")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_another_writer_takes_for_left_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its lock it looks like one whose writer was killed."""
+    really, asked = durable.try_lock, list[int]()
+
+    def taken_first(descriptor: int) -> bool:
+        asked.append(descriptor)
+        return len(asked) > 1 and really(descriptor)
+
+    monkeypatch.setattr(durable, "try_lock", taken_first)
+    with durable.atomic(tmp_path / "a", tidy=False) as file:
+        file.write(b"whole")
+    assert (tmp_path / "a").read_bytes() == b"whole" and len(asked) == 2
 
 
 def test_what_killed_writers_left_goes_with_the_next_write_and_what_is_being_written_stays(tmp_path: Path) -> None:

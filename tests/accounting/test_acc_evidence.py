@@ -97,6 +97,9 @@ def test_what_is_refuted_is_said_first_in_the_table_and_of_the_claim(mild: dict[
         and "95% confidence" in shown["lower bound"]
     )
     assert f"ε ≥ {mild['one_run']['proven']:.2f}"[:-1] in shown["lower bound"] and refutations({"audit": mild}) == []
+    lower = copy.deepcopy(mild)
+    lower["one_run"]["proven"] = 3.9999
+    assert dict(rows(lower))["lower bound"].startswith("ε ≥ 3.999 whatever"), "rounded down"
     bad = copy.deepcopy(mild) | {"replay": {"made": True, "steps": 3, "refuted": True}}
     bad["one_run"]["refuted"] = ["ε is more"]
     shown = dict(rows(bad))

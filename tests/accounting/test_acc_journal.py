@@ -203,6 +203,13 @@ def test_a_frozen_plan_and_a_phase_that_changes_sides(tmp_path: Path) -> None:
         journal.declare_plan(1, "open", PLAN, describe("pld"))
 
 
+def test_a_phase_without_a_segment_has_no_steps(tmp_path: Path) -> None:
+    journal = begin(tmp_path)
+    journal.declare_plan(1, "second", PLAN, describe("pld"))
+    with pytest.raises(LedgerError, match="phase 1 has no segment"):
+        journal.open_step(1, 1, facts(1))
+
+
 NOT_DECLARED, PROTECTED = "not declared public", "records that another phase protects"
 
 

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from murmuration.accounting import key_chain
-from murmuration.accounting.key_chain import KeyChain, PhaseKeys, enter, forget, why_unusable
+from murmuration.accounting.key_chain import KeyChain, PhaseKeys, burn, enter, forget, why_unusable
 from murmuration.accounting.keys import (
     KeyFileError,
     KeyNotWritten,
@@ -320,6 +320,15 @@ def test_a_segment_that_another_one_followed_is_forgotten_already(path: Path) ->
     new = enter(path, "another", 4, 3, begun=False)
     forget(path, "a segment", 9)
     assert load(path).chain == new
+
+
+def test_steps_are_burnt_in_the_chain_that_made_them_alone(path: Path) -> None:
+    first, head = enter(path, "a segment", 1, 0, begun=False), {"ledger_of": "run", "lines": 3}
+    with pytest.raises(KeyFileError, match="exchanged while the run lasted"):
+        burn(path, "another", 4, head)
+    assert load(path).chain == first and load(path).head is None
+    burn(path, "a segment", 4, head)
+    assert load(path).chain == first.at(5) and load(path).head == head
 
 
 def test_chains_of_a_debug_seed_repeat_and_all_others_never_do() -> None:

@@ -119,6 +119,25 @@ def test_a_commit_of_a_step_that_is_not_open_is_refused(tmp_path: Path, step: in
 
 
 @pytest.mark.parametrize(
+    ("kind", "phase", "fault"),
+    [("plan", 0, "phase 0 has a plan already"), ("plan", 1, "phase 1 was non-private before"),
+     ("nonprivate", 0, "phase 0 was private before"), ("public", 2, "phase 2 was not declared before"),
+     ("store", 2, "phase 2 was not declared before")],
+)  # fmt: skip
+def test_a_phase_is_declared_once_and_stays_on_its_side(tmp_path: Path, kind: str, phase: int, fault: str) -> None:
+    """The journal writes no such line; from a forged ledger a weaker plan would take the frozen one's place."""
+    journal = begin(tmp_path)
+    journal.declare_nonprivate(1, "open", True, "web")
+    journal.declare_public(0, "evaluation", "web")
+    journal.declare_store(0, "a host")
+    said = next(entry for entry in journal.ledger.entries if entry.kind == kind).fields
+    whole = (tmp_path / "ledger.jsonl").read_bytes()
+    line = make_entry(journal.ledger.length, kind, said | {"phase": phase}, journal.ledger.head).line
+    with pytest.raises(LedgerError, match=fault):
+        History.of(parsed(whole + line))
+
+
+@pytest.mark.parametrize(
     "raw", [b"7", b"[]", b"null", b"{}", b'{"index":0,"kind":[],"previous":"","hash":""}', b"[" * 99999]
 )
 def test_lines_that_are_no_entries(raw: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from murmuration.accounting.certificate import pages
-from murmuration.accounting.certificate.limits import BUDGET, DELTAS, GROUPS, SPENT, claimed_events
+from murmuration.accounting.certificate.limits import BUDGET, DELTAS, GROUPS, SPENT, claimed_events, curve_of
 from murmuration.accounting.certificate.pages import html_page, html_sections, markdown, model_card, registry_entry
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.verify import CertificateError, verify
@@ -197,6 +198,12 @@ def test_late_plans_leave_the_point_at_their_own_delta(tmp_path: Path) -> None:
     assert document["limits"]["events"] is None and document["limits"]["delta"] == 2 * PLAN.delta
     pages.write(document, tmp_path)
     verify(tmp_path)
+
+
+def test_of_the_claim_alone_the_curve_is_that_of_its_point() -> None:
+    for claim in ({"delta": 1e-3}, {"delta": 1e-9, "delta_claimed": 1e-3}):
+        curve = curve_of({"claim": {"epsilon_claimed": 2.0, **claim}})
+        assert curve.power(0.01) == pytest.approx(math.exp(2.0) * 0.01 + 1e-3)
 
 
 def test_false_sentences_are_gone(finished: tuple[Path, dict]) -> None:

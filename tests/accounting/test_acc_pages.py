@@ -141,6 +141,9 @@ def test_the_picture_draws_every_curve_where_its_numbers_are() -> None:
         (float(each.attrib["cx"]), float(each.attrib["cy"])) for each in drawn.iter() if each.tag.endswith("circle")
     ]
     assert circles == [pytest.approx(place(*point), abs=0.06) for point in PROVED if point[0] in (1e-3, 1e-2)]
+    ticks = [float(each.attrib["x1"]) for each in drawn.iter() if "x1" in each.attrib]
+    decades = [place(10.0**power, 0.0)[0] for power in range(-6, 1)]
+    assert ticks[: len(decades)] == [pytest.approx(x, abs=0.06) for x in decades]
 
 
 def test_pages_name_data_and_owner_and_held_out_records(document: dict[str, Any]) -> None:

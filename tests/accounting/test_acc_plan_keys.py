@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import get_args
 
 import pytest
 
+from murmuration.accounting.adaptive import AdaptiveRule
+from murmuration.accounting.errors import PlanError
 from murmuration.accounting.keys import KeyFileError, Purpose, RunKey, destroy, load, store
-from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.metrics import ClippedShare, HeldOutAccuracy, LossProbe, PlannedMetric
 from murmuration.accounting.plan import PrivacyPlan, parse_delta
 from murmuration.accounting.sampling import RATE_DENOMINATOR, Poisson, threshold_for
 from tests.support.acc_world import PLAN
@@ -20,7 +23,7 @@ from tests.support.acc_world import PLAN
 
 def test_plan_is_frozen_and_consistent() -> None:
     plan = replace(PLAN, sampling=Poisson(2**31))
-    assert (plan.sampling_rate, plan.divisor, plan.noise_std) == (0.5, 50.0, 20.0)
+    assert (plan.sampling_rate, plan.divisor, plan.noise_std, plan.added_noise) == (0.5, 50.0, 20.0, 20.0)
     assert PLAN.sampling_rate == 1.0 and not PLAN.mechanisms and replace(PLAN, views=2).mechanisms == {"views"}
     with pytest.raises(AttributeError):
         plan.steps = 9  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,3 +95,23 @@ def test_planned_metrics_belong_to_the_plan_and_weaken_its_noise() -> None:
     assert PrivacyPlan(**json.loads(json.dumps(plan.as_dict()))) == plan != PLAN
     assert "metrics" not in PLAN.as_dict() and PLAN.effective_noise_multiplier == 20.0
     assert plan.effective_noise_multiplier == pytest.approx((1 / 400 + 1 / 1600) ** -0.5)
+
+
+@pytest.mark.parametrize(
+    ("metric", "signed", "apart", "offset", "about"),
+    [
+        (PlannedMetric("loss", 2.0, 80.0), False, False, 0.0, 75.0),
+        (LossProbe("loss_slope", 2.0, 80.0), True, True, 0.0, 75.0),
+        (HeldOutAccuracy.of(80.0, 0.25), False, True, 0.0, 25.0),
+        (ClippedShare.of(80.0, AdaptiveRule(0.5, 0.1, 0.1, 10.0)), True, False, 0.5, 75.0),
+    ],
+)  # fmt: skip
+def test_what_a_record_adds_to_a_metric_and_how_many_it_is_about(
+    metric: PlannedMetric, signed: bool, apart: bool, offset: float, about: float
+) -> None:
+    """Of 100 records in an expected batch a quarter is held out."""
+    assert (metric.signed, metric.apart, metric.offset) == (signed, apart, offset)
+    assert metric.expected(100.0, 0.25) == about
+    for std in (0.0, -80.0, math.inf, math.nan):
+        with pytest.raises(PlanError, match="needs a finite positive bound and noise"):
+            replace(metric, std=std)

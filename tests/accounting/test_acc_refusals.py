@@ -152,6 +152,7 @@ ROWS: list[Row] = [
     ("evidence: no numbers", lambda: collect(np.full(10, NAN), np.ones(10, bool)), AuditError, "not finite"),
     *each("a Poisson sample", Poisson, PlanError, "threshold K must lie", 0, 2**32 + 1),
     *each("a plan", planned, PlanError, "records and steps", {"records": 0}, {"steps": 0}),
+    *each("a plan", planned, PlanError, "at least one view", {"views": 0}),
     *each("a plan", planned, PlanError, "delta must lie", {"delta": 0.0}, {"delta": 0.011}, {"delta": NAN}),
     *each("a plan", planned, PlanError, "must be a finite positive number", {"clip_norm": 0.0}, {"clip_norm": INF},
           {"noise_multiplier": 0.0}, {"noise_multiplier": NAN}, {"noise_multiplier": -1.0}, {"epsilon_budget": 0.0},

@@ -19,7 +19,9 @@ from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.certificate.weights import (
+    RENAMED,
     WeightsFileError,
+    digests_of_renamed,
     digests_of_safetensors,
     list_digest,
     read_lists,
@@ -127,6 +129,10 @@ def log_of_anybody(folder: Path) -> None:
 def other_provenance(folder: Path) -> None:
     told = {"format": "pt", "murmuration": json.dumps({"origins": [], "undeclared": None})}
     save_file(TENSORS, folder / "model.safetensors", told)
+
+
+def no_provenance(folder: Path) -> None:
+    save_file(TENSORS, folder / "model.safetensors", {"format": "pt", "murmuration": "{"})
 
 
 def moved(folder: Path) -> None:
@@ -259,6 +265,7 @@ def number_as_provenance(folder: Path) -> None:
         (one_more, "the tensor 'extra' is not the one that was certified"),
         (lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40), "not a safetensors file"),
         (number_as_provenance, "its metadata are no texts"),
+        (no_provenance, "^model.safetensors: its metadata do not say which records it was made from"),
         (lambda folder: (folder / "weights.json").unlink(), "weights.json is missing"),
         (lambda folder: (folder / "weights.json").write_text("[]"), "weights.json is not a list of tensors"),
     ],
@@ -350,6 +357,20 @@ def test_hashes_are_those_of_any_container(tmp_path: Path) -> None:
 
 
 THREE = Declared("three rates", Tuning(3, fixed=True))
+
+
+def test_renamed_tensors_are_known_by_the_digests_of_the_certified_ones(tmp_path: Path) -> None:
+    matrix, more = TENSORS["weight"], np.ones(2, np.float32)
+    save_file({"a": matrix}, tmp_path / "ours.safetensors")
+    save_file({"upper": matrix[:2], "lower": matrix[2:], "more": more}, tmp_path / "x.safetensors")
+    told = {"x.safetensors": {"a": {"shape": [3, 4], "parts": ["upper", "lower"]}}}
+    (tmp_path / RENAMED).write_text(json.dumps(told))
+    found = digests_of_renamed(tmp_path / "x.safetensors")
+    assert found is not None and found.digests == digests_of_safetensors(tmp_path / "ours.safetensors")
+    assert found.others == ["more"] and digests_of_renamed(tmp_path / "ours.safetensors") is None
+    save_file({"upper": matrix[:2]}, tmp_path / "x.safetensors")
+    with pytest.raises(WeightsFileError, match=r"names 'lower', which x\.safetensors lacks"):
+        digests_of_renamed(tmp_path / "x.safetensors")
 
 
 def test_a_certificate_no_longer_covers_a_run_of_which_more_was_declared(tmp_path: Path) -> None:

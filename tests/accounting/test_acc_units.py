@@ -15,6 +15,7 @@ from dp_accounting.pld import PLDAccountant
 
 from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.certificate.pages import html_page, markdown, model_card, registry_entry
+from murmuration.accounting.certificate.provenance import Provenance
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.cli.main import main
@@ -49,6 +50,8 @@ def test_ledger_certificate_and_pages_name_the_unit(tmp_path: Path) -> None:
     assert document["phases"][0]["plan"]["units"] == {"by": "patient_id", "rows": 4, "reduce": "mean", "table": "table"}
     assert [row["units"] for row in document["limits"]["groups"]] == [2, 5, 10]
     assert verify(tmp_path).certified == document["claim"]["epsilon"]
+    (origin,) = Provenance.of(History.read(tmp_path / "ledger.jsonl")[0]).origins
+    assert origin.unit == document["unit"], "later runs on the weights know whose they are"
     for page in (markdown(document), html_page(document).partition("<script")[0]):
         assert "the mean over at most 4 of its records" in page and "10 units of one person" in page
         assert "units.rows" not in page and "records of one person" not in page and "this one record" not in page

@@ -17,7 +17,7 @@ from scipy.stats import binom, norm
 
 from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.verify import CertificateError, verify
-from murmuration.accounting.certificate.withdrawal import EDPB, NIST
+from murmuration.accounting.certificate.withdrawal import EDPB, NIST, _not_covered
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.neighbours import group_curve, replacement_curve
 from murmuration.accounting.event import Event
@@ -138,6 +138,16 @@ def test_of_a_unit_records_are_exchanged_and_units_are_counted(tmp_path: Path) -
     assert told["1", "--unit"]["bound"]["epsilon"] == certificate["claim"]["epsilon_claimed"]
     assert told["2", "--unit"]["bound"]["epsilon"] == pytest.approx(limits["groups"][0]["epsilon"], rel=1e-9)
     assert "7 records of one person that belong to one unit" in told["7",]["statement"]
+    # Records of a unit have the bound of an exchanged unit already.
+    exchanged = {key: any("is exchanged for another one" in each for each in found["not_covered"])
+                 for key, found in told.items()}  # fmt: skip
+    assert exchanged == {("7",): False, ("1", "--unit"): True, ("2", "--unit"): True}
+
+
+def test_other_runs_on_the_same_records_are_named(tmp_path: Path) -> None:
+    certificate = certified(whole_run(tmp_path))
+    told = _not_covered(certificate | {"siblings": [{"run": "first", "epsilon": 1.0}, "second"]}, "record", 1, False)
+    assert any(each.startswith("Other runs on the same records: first, second were known") for each in told)
 
 
 def late(folder: Path) -> None:
