@@ -23,7 +23,10 @@ from murmuration.accounting.ledger.heads import log_with_signer
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.strict_json import parse
 
-_OTHER_WEIGHTS = (".pt", ".bin", ".pth", ".ckpt", ".npz", ".npy", ".onnx", ".h5", ".gguf", ".msgpack", ".safetensors")
+_OTHER_WEIGHTS = (
+    ".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".gguf", ".msgpack",
+    ".safetensors",
+)  # fmt: skip
 
 
 class CertificateError(RunError, ValueError):
@@ -55,6 +58,7 @@ def check_attached(folder: Path, certificate: dict[str, Any], history: History, 
             "--signer"
         )
     _check_weights(folder, certificate, found)
+    _check_earlier(folder, certificate, history, found)
     made_from = Provenance.of(history)
     for path in sorted(folder.glob("*.safetensors")):
         # Later runs believe a file's own word about what it was made from, so it is checked here.
@@ -168,18 +172,36 @@ def _check_checkpoints(folder: Path, certified: dict[str, dict[str, Any]], found
         manifest = folder / "checkpoints" / name / "manifest.json"
         if not manifest.is_file():
             continue
-        content = manifest.read_bytes()
-        if hashlib.sha256(content).hexdigest() != entry["checkpoint_manifest_sha256"]:
+        if _hash(manifest) != entry["checkpoint_manifest_sha256"]:
             raise CertificateError(f"{manifest} is not the one that was certified; restore it")
-        try:
-            pieces = dict(parse(content)["pieces"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CertificateError(f"{manifest} is damaged ({error!r:.200}); restore it") from None
-        for piece, expected in sorted(pieces.items()):
-            path = manifest.parent / Path(str(piece)).name
-            if _hash(path) != expected:
-                raise CertificateError(f"{path} is not the one that was certified; restore it")
+        _require_pieces(manifest)
         found.checked.append(f"the checkpoint {name} holds the certified bytes")
+
+
+def _check_earlier(folder: Path, certificate: dict[str, Any], history: History, found: Attached) -> None:
+    """Checkpoints whose weights the certificate does not name: the ledger has the digest of each that the run wrote."""
+    certified = {_folder(entry) for entry in certificate.get("weights", [])}
+    written = {mark.digest for mark in history.checkpoints}
+    for manifest in sorted(folder.glob("checkpoints/*/manifest.json")):
+        name = manifest.parent.name
+        if name in certified:
+            continue
+        if _hash(manifest) in written:
+            _require_pieces(manifest)
+            found.checked.append(f"the checkpoint {name} holds the bytes that the ledger names")
+        else:
+            found.unchecked.append(f"the checkpoint {name:.100}: the ledger names no such one")
+
+
+def _require_pieces(manifest: Path) -> None:
+    try:
+        pieces = dict(parse(manifest.read_bytes())["pieces"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CertificateError(f"{manifest} is damaged ({error!r:.200}); restore it") from None
+    for piece, expected in sorted(pieces.items()):
+        path = manifest.parent / Path(str(piece)).name
+        if _hash(path) != expected:
+            raise CertificateError(f"{path} is not the one that was certified; restore it")
 
 
 def _hash(path: Path) -> str | None:

@@ -3,8 +3,11 @@ len() and []."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +19,15 @@ from murmuration.accounting.errors import InputError, RunError
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
+from murmuration.data.draw.poisson import StepKey, by_step
 
 Read = Callable[[np.ndarray], Mapping[str, Tensor]]
 """Maps an array with the number of one record to the model's inputs, by name, each with one row, or with one for each
 of the record's views."""
 FIRST = 8
 """How many records are tried before a run begins. If all of them fail, it is the function that is wrong."""
+_one_at_a_time = threading.Lock()
+"""Of all readers, since a process has one generator of each kind."""
 
 
 class ReadFailsError(RunError, ValueError):
@@ -29,8 +35,9 @@ class ReadFailsError(RunError, ValueError):
 
 
 class FunctionReader:
-    """A `Reader` for a `Loader`. `read` is called for one record at a time, by one thread at a time, so that the inputs
-    of a record cannot depend on the others that were drawn.
+    """A `Reader` for a `Loader`. `read` is called for one record at a time, by one thread at a time, and what it draws
+    from the generators of Python, NumPy and PyTorch is seeded by `key`, step and record. With one stream for all
+    records, one that is there or not would decide how all later ones are cropped and flipped.
 
     A record for which it raises anything, or returns something else than `like` has (names, shapes, types that can be
     converted), is absent; n does not change. That a record ended a run would tell of it, and every start would draw it
@@ -40,10 +47,11 @@ class FunctionReader:
 
     in_flight = 1
 
-    def __init__(self, read: Read, like: Mapping[str, Tensor], rows: SlotRows | None = None) -> None:
-        self._read, self._slots = read, rows or SlotRows()
+    def __init__(
+        self, read: Read, like: Mapping[str, Tensor], rows: SlotRows | None = None, key: bytes | StepKey = b""
+    ) -> None:  # fmt: skip
+        self._read, self._slots, self._key = read, rows or SlotRows(), by_step(key)
         self._empty = {name: torch.zeros_like(tensor[:1]) for name, tensor in like.items()}
-        self._lock = threading.Lock()
         self.bad_reasons: dict[int, str] = {}
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
@@ -54,8 +62,10 @@ class FunctionReader:
         inputs = {name: tensor.repeat(count, *[1] * (tensor.dim() - 1)) for name, tensor in self._empty.items()}
         shares = np.zeros(count, dtype=np.float32)  # one element at a time, NumPy is faster
         bad: dict[int, str] = {}
-        with self._lock:
+        key = self._key(step)
+        with _one_at_a_time, _generators_as_before():
             for slot, place in zip(*np.nonzero(wanted != EMPTY), strict=True):
+                _seed(key, step, int(wanted[slot, place]))
                 try:
                     found = self._one(wanted[slot, place : place + 1])
                 except BadRecord as error:
@@ -117,6 +127,25 @@ class FunctionReader:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+@contextmanager
+def _generators_as_before() -> Iterator[None]:
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _seed(key: bytes, step: int, record: int) -> None:
+    """The generators that transforms draw from; those of devices are left as they are."""
+    seed = int.from_bytes(hashlib.blake2b(f"{step} {record}".encode(), key=key, digest_size=8).digest())
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # all that it takes as a number
+    torch.default_generator.manual_seed(seed)
 
 
 def is_dataset(data: Any) -> bool:

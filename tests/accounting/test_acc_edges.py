@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from murmuration.accounting import durable, errors, keys
 from murmuration.accounting.certificate import pages, weights
-from murmuration.accounting.certificate.attached import lists_tensors_of
+from murmuration.accounting.certificate.attached import check_attached, lists_tensors_of
 from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.certificate.limits import BUDGET, SPENT, claimed_events
 from murmuration.accounting.certificate.signature import fault_of, public_key, signed
@@ -44,12 +44,12 @@ from murmuration.accounting.key_chain import KeyChain
 from murmuration.accounting.keys import Link, destroy, store
 from murmuration.accounting.ledger import copied_run, heads
 from murmuration.accounting.ledger.chain import BudgetSpent, Ledger, LedgerError
-from murmuration.accounting.ledger.facts import Charge, Head, combined_sigma
+from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, combined_sigma
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
-from murmuration.accounting.strict_json import read
+from murmuration.accounting.strict_json import parse, read
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
 from tests.accounting.test_acc_exact import exact_facts
 from tests.support.acc_world import (
@@ -576,6 +576,30 @@ def with_checkpoint(folder: Path) -> Path:
     pages.write(signed(document, KEY), folder)
     journal.ledger.close()
     return place
+
+
+def test_checkpoints_that_the_certificate_does_not_name_are_those_of_the_ledger(tmp_path: Path) -> None:
+    """Their weights were released, too, and `latest` may name them."""
+    with_checkpoint(tmp_path)
+    place = tmp_path / "checkpoints" / "phase00-step00000020"
+    place.mkdir()
+    (place / "piece-0").write_bytes(b"other weights")
+    pieces = {"piece-0": hashlib.sha256(b"other weights").hexdigest()}
+    history, entries = History.read(tmp_path / "ledger.jsonl")
+    head = {"length": len(entries), "head": entries.head}
+    (place / "manifest.json").write_text(json.dumps({"pieces": pieces, "ledger": head}))
+    certificate = parse((tmp_path / "certificate.json").read_bytes())
+    assert "the checkpoint phase00-step00000020: the ledger names no such one" in (
+        check_attached(tmp_path, certificate, history).unchecked
+    )
+    digest = hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()
+    history.checkpoints.append(CheckpointMark(0, 0, 20, digest))
+    assert "the checkpoint phase00-step00000020 holds the bytes that the ledger names" in (
+        check_attached(tmp_path, certificate, history).checked
+    )
+    (place / "piece-0").write_bytes(b"x")
+    with pytest.raises(CertificateError, match="piece-0 is not the one that was certified"):
+        check_attached(tmp_path, certificate, history)
 
 
 @pytest.mark.parametrize(

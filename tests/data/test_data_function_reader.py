@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -127,6 +128,37 @@ def test_a_function_that_changes_its_number_changes_no_other_record() -> None:
     asked = np.array([1, 2])
     found = FunctionReader(rude, LIKE).fetch(asked, 1)
     assert asked.tolist() == [1, 2] and found.batch.inputs["x"].tolist() == [[1, -1], [2, -2]]
+
+
+DRAWN = {
+    "torch": lambda: torch.rand(1, 2),
+    "numpy": lambda: torch.from_numpy(np.random.rand(1, 2)).float(),
+    "python": lambda: torch.tensor([[random.random(), random.random()]]),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_what_a_transform_draws_for_a_record_depends_on_no_other_record(kind: str) -> None:
+    def transformed(number: np.ndarray) -> dict[str, Tensor]:
+        return read(number) | {"x": DRAWN[kind]()}
+
+    def drawn(ids: list[int], step: int = 1, key: bytes = b"k" * 32) -> list[list[float]]:
+        return FunctionReader(transformed, LIKE, key=key).fetch(np.array(ids), step).batch.inputs["x"].tolist()
+
+    DRAWN[kind]()
+    whole = drawn([1, 2, 4])
+    assert drawn([EMPTY, 2, 4])[1:] == drawn([3, 2, 4])[1:] == whole[1:], "an absent record, or one that fails"
+    every = [*whole, *drawn([1, 2], step=2), *drawn([1, 2], key=b"l" * 32)]
+    assert len({tuple(each) for each in every}) == len(every), "each record, step and key has its own"
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_program_draws_what_it_would_have_drawn_without_reading(kind: str) -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = DRAWN[kind]().tolist()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    FunctionReader(lambda number: read(number) | {"x": DRAWN[kind]()}, LIKE).fetch(np.array([1, 3, 2]), 1)
+    assert DRAWN[kind]().tolist() == expected
 
 
 def test_threads_take_turns() -> None:

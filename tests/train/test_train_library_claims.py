@@ -52,6 +52,57 @@ class Centred(Net):
         self.register_buffer("mean", mean, persistent=False)
 
 
+class Prototypes(Net):
+    """Begins with a few of the records, and with what some of them are like, which differs from seed to seed."""
+
+    def __init__(self, bank: Any = None) -> None:
+        super().__init__()
+        some = torch.randperm(RECORDS)[: RECORDS // 2]
+        self.prototypes = nn.Parameter(X[some[:8]].clone())
+        self.offset = nn.Parameter(torch.zeros(2))
+        with torch.no_grad():
+            self.offset.copy_(X[some].mean(0)[:2])
+        self.bank = bank
+
+
+class ByHand(Net):
+    """Random in ways of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = nn.Parameter(torch.Tensor(5, 8))
+        nn.init.orthogonal_(self.old)
+        self.scaled = nn.Parameter(torch.empty(30, dtype=torch.float64).normal_().mul_(0.02).float() @ torch.eye(30))
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(5, 8))
+        self.copies = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+
+def fitted() -> nn.Module:
+    """Trained without noise, from random weights."""
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    net.layers(X).square().mean().backward()
+    optimizer.step()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (Prototypes, {"prototypes", "offset"}),
+        (partial(Prototypes, X), {"prototypes", "offset", "bank"}),
+        (partial(Prototypes, [{"a": X.numpy()}]), {"prototypes", "offset", "bank[0]['a']"}),
+        (fitted, {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"}),
+        (ByHand, set()),
+    ],
+    ids=["prototypes", "a bank", "an array in a list", "fitted", "random"],
+)
+def test_what_is_made_of_tensors_from_elsewhere_is_not_random_though_seeds_change_it(
+    model: Any, named: set[str]
+) -> None:  # fmt: skip
+    assert set(started(model, None, alone()).unexplained) == named
+
+
 def finished(folder: Path, model: Any = Net, **changes: Any) -> list[str]:
     """A whole run; the deviations of its certificate."""
     with training(folder, model, **{"debug_seed": None, "steps": 2, **changes}) as found:

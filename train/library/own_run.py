@@ -149,7 +149,7 @@ class OwnRun:
             )
         )
         keys = run.derive(PHASE, segment, self.done)
-        self.unit_key = keys("augmentation") if self.records.units is not None else b""
+        self.read_key = keys("augmentation")
         self.engine = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
         phase = PrivatePhase(
             self.plan, self.model, rule, optimizer, keys, self.ranks, self.engine, settings.computation,

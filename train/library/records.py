@@ -82,9 +82,9 @@ class OwnRecords:
         except ValueError as error:
             raise PlanError(f"units: {error}") from None
 
-    def reader(self, unit_key: bytes | StepKey) -> FunctionReader:
-        """`unit_key` decides which records of a large unit take part in a step."""
+    def reader(self, key: bytes | StepKey) -> FunctionReader:
+        """`key` decides which records of a large unit take part in a step, and what random transforms draw."""
         slots = SlotRows(views=self.views)
         if self.units is not None:
-            slots = SlotRows(self.table, self.units.rows, self.units.reduce, self.views, unit_key)
-        return FunctionReader(self.read, self.synthetic.make(1, 0), slots)
+            slots = SlotRows(self.table, self.units.rows, self.units.reduce, self.views, key)
+        return FunctionReader(self.read, self.synthetic.make(1, 0), slots, key)

@@ -2,9 +2,10 @@
 
 Weights may come from records too, so a certificate must state their origin. `start` is a run directory or an export,
 whose ledger says what it promised on which records; or `Public("why")`, a reason that the certificate repeats; or None
-for random weights. That they are random is tested: the function that makes the model is called under two seeds, and a
-tensor that is the same both times is not random. Tensors that were not read from `start` are tested in the same way.
-For all others the certificate states weights of unknown origin.
+for random weights. That they are random is tested: the function that makes the model is called under two seeds. A
+tensor that is the same both times is not random, and neither is one that was computed from tensors which the function
+did not make: a few records, chosen at random, differ from seed to seed, too. Tensors that were not read from `start`
+are tested in the same way. For all others the certificate states weights of unknown origin.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import digests_of
+from murmuration.train.self_test.held import OF_MODULES
 
 if TYPE_CHECKING:
     from murmuration.train.recipe.warm_start import WarmStart
@@ -116,15 +121,41 @@ def _unexplained(model: nn.Module | Callable[[], nn.Module], made: nn.Module) ->
     """The tensors that neither proved to be random nor are simple. For a module made beforehand, nothing is proved."""
     found: list[dict[str, Tensor]] = []
     for seed in SEEDS if not isinstance(model, nn.Module) else ():
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _MadeHere() as here:
             torch.manual_seed(seed)
-            found.append(_tensors(_made(model)))
+            again = _made(model)
+        found.append({name: tensor for name, tensor in _tensors(again).items() if here.has(tensor)})
     return {
         name
         for name, tensor in _tensors(made).items()
         if not _simple(tensor)
         and not (found and all(name in each for each in found) and _drawn(*(each[name] for each in found)))
     }
+
+
+class _MadeHere(TorchDispatchMode):
+    """Knows which tensors were made in this context, of nothing but numbers and of one another."""
+
+    DRAWS = frozenset({"normal_", "uniform_", "zero_", "fill_", "random_", "exponential_", "log_normal_", "cauchy_"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: dict[int, UntypedStorage] = {}
+        """By address, which is theirs as long as they are held here."""
+
+    def has(self, tensor: Tensor) -> bool:
+        return not tensor.numel() or tensor.untyped_storage()._cdata in self._own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = ([x for x in pytree.tree_leaves(each) if isinstance(x, Tensor)] for each in ((args, kwargs), out))
+        drawn = func._schema.name.rpartition(":")[2] in self.DRAWS and len(given) == 1
+        if all(map(self.has, given)) or (drawn and given[0].nbytes == given[0].untyped_storage().nbytes()):
+            self._own |= {x.untyped_storage()._cdata: x.untyped_storage() for x in made}
+        else:
+            for x in made if func._schema.is_mutable else ():
+                self._own.pop(x.untyped_storage()._cdata, None)
+        return out
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:
@@ -149,8 +180,16 @@ def _drawn(one: Tensor, other: Tensor) -> bool:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """With the buffers that no checkpoint holds: they shape a release, too."""
-    return {**dict(model.named_buffers()), **model.state_dict()}
+    """With the buffers that no checkpoint holds, and tensors and arrays in attributes: they shape a release, too."""
+    held = {
+        f"{path}{'.' if path else ''}{name}{pytree.keystr(place)}": torch.as_tensor(value).detach()
+        for path, module in model.named_modules()
+        for name, attribute in vars(module).items()
+        if name not in OF_MODULES
+        for place, value in pytree.tree_leaves_with_path(attribute)
+        if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc")
+    }
+    return {**held, **dict(model.named_buffers()), **model.state_dict()}
 
 
 def _simple(tensor: Tensor) -> bool:

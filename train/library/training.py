@@ -172,7 +172,7 @@ class PrivateTraining:
         if self._own.loaded is not None:
             self._own.loaded.restore_optimizer(phase.engine)
         self._unchanged.proved()
-        self._reader = reader = self._records.reader(self._own.unit_key)
+        self._reader = reader = self._records.reader(self._own.read_key)
         self.ranks.on_main(lambda: reader.try_first(self._records.n))
         self._bad, self._stop = BadRecordList(run.folder, self.ranks.rank), StopRequest(run.folder.stop_file)
         self._at_end.callback(self._stop.restore)
