@@ -133,6 +133,8 @@ def compose(asked: ConfigRequest) -> tuple[str, str | None]:
     except SettingsError as error:
         raise RecipeError(f"--image-size: {str(error).rstrip('.')}") from None
     trainable, why = (asked.trainable or "all", None)
+    if start is not None and start.shape.sees_and_writes:
+        trainable, why = "lora", 'it trains adapters; write "trainable": "all" for all weights of the model'
     if asked.goal == "classify" and start is not None and asked.trainable is None:
         trainable, why = _what_noise_leaves(asked.epsilon, model, n, f"{n:,} {one}s", rule)
     # What is solved in one pass are features that are kept, of records with one class each.
@@ -242,7 +244,8 @@ def _data(
         _require_captions(asked, index)
         tokenizer = asked.tokenizer or (start.tokenizer if start is not None else None) or "clip"
         try:
-            words = TextEncoder(tokenizer, ModelSettings.model_fields["text_length"].default).vocabulary
+            of_library = start is not None and start.shape.words_of_library
+            words = TextEncoder(tokenizer, ModelSettings.model_fields["text_length"].default, of_library).vocabulary
         except TokenizerError as error:
             raise RecipeError(f"--tokenizer: {error}") from None
         named = tokenizer if is_built_in(tokenizer) else _path(tokenizer, asked.out)
@@ -325,7 +328,7 @@ def _model(asked: ConfigRequest, rule: Rule, start: Evaluated | None, outputs: i
         section = {"family": rule.family, **_of_size(rule.family, asked.size or "small", image_size)}
     if asked.goal == "classify":
         section |= {"classes": outputs, **({"classify_loss": "sigmoid"} if asked.multi_label else {})}
-    elif outputs:
+    elif outputs and not (start is not None and start.shape.words_of_library):
         section["vocabulary"] = max(outputs, start.shape.vocabulary if start and start.objective == "caption" else 0)
     return section
 

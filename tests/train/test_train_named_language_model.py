@@ -54,14 +54,18 @@ def folder_of(kind: str, folder: Path) -> Any:
     how = "eager" if kind == "gemma2" else "sdpa"
     net = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), attn_implementation=how).eval()
     net.save_pretrained(folder)
-    vocabulary = {word: number for number, word in enumerate([*WORDS, "<unk>", "<s>", "</s>"])}
+    write_tokenizer(folder)
+    return net
+
+
+def write_tokenizer(folder: Path, *more: str) -> None:
+    vocabulary = {word: number for number, word in enumerate([*WORDS, "<unk>", "<s>", "</s>", *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     told = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    return net
 
 
 def model_of(folder: Path, trainable: str = "all") -> NamedLanguageModel:

@@ -156,7 +156,7 @@ def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
     if phase.objective not in TEXTUAL or tokenizer is None:
         return None
     try:
-        text = TextEncoder(tokenizer, shape.text_length, shape.reads_texts and shape.named is not None)
+        text = TextEncoder(tokenizer, shape.text_length, shape.words_of_library)
     except TokenizerError as error:
         raise RecipeError(f"{where}.data.tokenizer: {error}") from None
     if text.vocabulary > shape.vocabulary:
