@@ -151,8 +151,8 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: Family = Field(
-        description="Kind of model. timm and hf: an encoder named by `name`; hf also a causal language model; gpt2: a "
-        "language model."
+        description="Kind of model. timm and hf: an encoder named by `name`; hf also a causal language or image-text "
+        "model; gpt2: a language model."
     )
     name: str | None = Field(
         default=None,

@@ -22,7 +22,7 @@ from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.model.trainable import TrainableError, select
 from murmuration.model.warm_start import initialise_from
 from murmuration.train.commands import export
-from murmuration.train.config.load import load
+from murmuration.train.config.load import ConfigError, load
 from murmuration.train.measures.captions import beam
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
@@ -158,6 +158,12 @@ def test_a_run_from_a_folder_trains_adapters_and_goes_back_to_the_library(
     assert init(["caption", *options, "--out", str(path)]) == 0
     change = ["run.engine=local", f"run.dir={tmp_path / 'run'}", "model.text_length=9", "phases.1.steps=6",
               "phases.1.data.augment=none", "train_micro_batch_size_per_gpu=16"]  # fmt: skip
+    for more, reason in (
+        (["phases.1.monitor={\"path\":\"x\",\"public\":true}"], "curvature is not measured"),
+        (["run.engine=fsdp2"], "which was not tried on weights that ZeRO-3 and FSDP2 shard"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=reason):
+            load(path, [*change, *more])
     config = load(path, change)
     assert config.phases[1].trainable == "lora" and config.model.vocabulary == WORDS
     planned = load(path, [*change, "run.engine=deepspeed"])
@@ -174,7 +180,9 @@ def test_a_run_from_a_folder_trains_adapters_and_goes_back_to_the_library(
         AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval() for name in ("model", "hf", "model")
     )
     given = as_the_library_reads(inputs_of(tmp_path / "model", 1), 0)
-    merged, adapted = (net.eval()(**given).logits for net in (after, PeftModel.from_pretrained(base, tmp_path / "peft")))
+    merged, adapted = (
+        net.eval()(**given).logits for net in (after, PeftModel.from_pretrained(base, tmp_path / "peft"))
+    )
     torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-4)
     assert (merged - before(**given).logits).abs().max() > 1e-3
     said = json.loads((tmp_path / "hf" / "preprocessor_config.json").read_text())
@@ -201,7 +209,8 @@ def test_other_objectives_and_other_models_are_refused_in_a_sentence(tmp_path: P
     settings = ModelSettings(family="hf", name=str(tmp_path), text_length=LENGTH)
     with pytest.raises(SettingsError, match='cannot be trained with objective "classify"; use "caption"'):
         build(settings, "classify")
-    parts = {"text_config": TEXT | {"model_type": "gemma"}, "vision_config": VISION | {"model_type": "siglip_vision_model"}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "paligemma", **parts}))
-    with pytest.raises(SettingsError, match="a config trains llava, vipllava or internvl; train it through the library"):
+    siglip = VISION | {"model_type": "siglip_vision_model"}
+    told = {"model_type": "paligemma", "text_config": TEXT | {"model_type": "gemma"}, "vision_config": siglip}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(SettingsError, match="a config trains llava, vipllava or internvl; train it through the lib"):
         ModelSettings(family="hf", name=str(tmp_path)).resolved()
