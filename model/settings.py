@@ -297,6 +297,10 @@ class ModelSettings(BaseModel):
         return self.family == "hf" and sees_and_writes(self.model_args or {})
 
     @property
+    def words_of_library(self) -> bool:
+        return self.family == "hf" and (self.reads_texts or self.sees_and_writes)
+
+    @property
     def title(self) -> str:
         """Family and size in a few words, without the path of a folder."""
         kind = (self.model_args or {}).get("model_type") if self.family == "hf" else self.name or self.size
