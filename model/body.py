@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from murmuration.model.named import Named, NamedError, cannot_be_built, without_drops
+from murmuration.model.named import Named, NamedError, cannot_be_built, of_one_record
 from murmuration.model.safety import CouplingError, keeps_statistics, refuse_coupling
 
 
@@ -88,7 +88,7 @@ class HuggingFaceBody(Body):
         from transformers.models.auto.configuration_auto import AutoConfig
         from transformers.models.auto.modeling_auto import AutoModelForImageClassification
 
-        given = without_drops(named.arguments)
+        given = of_one_record(named.arguments)
         try:
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             net: Any = AutoModelForImageClassification.from_config(config)

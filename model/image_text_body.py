@@ -15,7 +15,7 @@ from torch import Tensor
 
 from murmuration.model.body import Body, drop_nothing, unused_by
 from murmuration.model.language_body import listed_once
-from murmuration.model.named import Named, NamedError, cannot_be_built, without_drops
+from murmuration.model.named import Named, NamedError, cannot_be_built, of_one_record
 from murmuration.model.safety import CouplingError, refuse_coupling
 
 
@@ -25,7 +25,7 @@ class ImageTextBody(Body):
         from transformers.models.auto.configuration_auto import AutoConfig
         from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 
-        given = without_drops(named.arguments)
+        given = of_one_record(named.arguments)
         try:
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             net: Any = AutoModelForImageTextToText.from_config(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from murmuration.model.body import Body, drop_nothing
-from murmuration.model.named import Named, NamedError, cannot_be_built, without_drops
+from murmuration.model.named import Named, NamedError, cannot_be_built, of_one_record
 from murmuration.model.safety import CouplingError, refuse_coupling
 
 
@@ -41,7 +41,7 @@ class LanguageBody(Body):
         from transformers.models.auto.configuration_auto import AutoConfig
         from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-        given = without_drops(named.arguments)
+        given = of_one_record(named.arguments)
         try:
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             # PyTorch's fused attention knows no cap on its scores.

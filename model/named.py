@@ -65,11 +65,13 @@ class Named:
         return f'{TITLES[self.library]}\'s "{self.name}"'
 
 
-def without_drops(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with all rates of dropout at 0: some layers drop by functions, whose rates no module holds."""
-    zero = {key: 0.0 for key, rate in config.items() if "drop" in key and isinstance(rate, int | float)}
-    parts = {key: without_drops(part) for key, part in config.items() if isinstance(part, dict)}
-    return config | parts | zero
+def of_one_record(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with all rates of dropout at 0, since some layers drop by functions, whose rates no module holds; and
+    without a router's load-balancing loss, which counts over a whole batch."""
+    off: dict[str, Any] = {key: 0.0 for key, rate in config.items() if "drop" in key and isinstance(rate, int | float)}
+    off |= {key: False for key in ("output_router_logits",) if key in config}
+    parts = {key: of_one_record(part) for key, part in config.items() if isinstance(part, dict)}
+    return config | parts | off
 
 
 def cannot_be_built(named: Named, kind: str, error: Exception) -> NamedError:
