@@ -17,7 +17,15 @@ from murmuration.accounting.epsilon.calibrate import MOST_STEPS, calibrate_sigma
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
-from murmuration.accounting.plan import MECHANISMS, AnyNoise, PrivacyPlan, StandIn, parse_delta, require_together
+from murmuration.accounting.plan import (
+    MECHANISMS,
+    AnyNoise,
+    PrivacyPlan,
+    StandIn,
+    parse_delta,
+    require_possible,
+    require_together,
+)
 from murmuration.accounting.sampling import SamplingKind, make_sampling
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
@@ -98,6 +106,7 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
     """`known`: the plan that a ledger has frozen for this phase. Where it answers the same request, its σ and its
     matrix are kept: another processor may find ones that differ in the last digit."""
     require_together(request.mechanisms)
+    require_possible(request.records, request.expected_batch, request.delta)
     sampling = make_sampling(request.sampling, request.records, request.expected_batch, request.steps, request.bands)
     delta, metrics = parse_delta(request.delta, request.records), request.released()
     noise = _noise(request, known)

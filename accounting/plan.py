@@ -17,7 +17,7 @@ from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.metrics import AnyMetric, ClippedShare, HeldOutAccuracy, metric_of_dict
 from murmuration.accounting.noise import ExactGrid, IndependentNoise
-from murmuration.accounting.sampling import AnySampling, sampling_of_dict
+from murmuration.accounting.sampling import AnySampling, sampling_of_dict, threshold_for
 from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 
@@ -161,9 +161,7 @@ class PrivacyPlan:
             raise PlanError(f"records and steps must be at least 1, but are {self.records} and {self.steps}")
         if self.views < 1:
             raise PlanError(f"a record is seen in at least one view, not in {self.views}")
-        # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
-        if not 0 < self.delta <= 1 / self.records:
-            raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / self.records:.3g}], but is {self.delta}")
+        _require_delta(self.delta, self.records)
         self.sampling.require(self.records, self.steps)
         if self.sampling.parts != self.noise.bands:
             raise PlanError(f"{self.sampling} does not go with noise of {self.noise.bands} bands, which are the parts")
@@ -244,6 +242,18 @@ class PrivacyPlan:
         if self.noise == IndependentNoise():
             del value["noise"]
         return value | {name: part for name, part in optional.items() if part}
+
+
+def require_possible(records: int, expected_batch: float, delta: float | str | None) -> None:
+    """Refuses what no noise makes possible, before any is calibrated."""
+    threshold_for(records, expected_batch)
+    _require_delta(parse_delta(delta, records), records)
+
+
+def _require_delta(delta: float, records: int) -> None:
+    # delta = 1/n is the papers' usual choice, so it is allowed; anything above it protects nobody.
+    if not 0 < delta <= 1 / records:
+        raise PlanError(f"delta must lie in (0, 1/n] = (0, {1 / records:.3g}], but is {delta}")
 
 
 def parse_delta(text: float | str | None, records: int) -> float:

@@ -11,7 +11,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.escaping import json_text
@@ -29,21 +29,18 @@ from murmuration.data.text.encoder import TextEncoder
 from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.subject import WEIGHT_FILES, Subject
-from murmuration.evaluation.models.weights import Evaluated, Sizes, open_model
-from murmuration.model.build import build
 from murmuration.model.named import DECIDED, LIBRARIES, TITLES, Named
 from murmuration.model.settings import ModelSettings, SettingsError, Shape
 from murmuration.model.sizes import TABLES, Family, Stack
-from murmuration.train.commands.dry_run import meaning
 from murmuration.train.config.load import load
 from murmuration.train.config.section import RecipeError
-from murmuration.train.planner.drowned import USEFUL, noise_over_signal
-from murmuration.train.planner.micro_batch import on_this_machine
 from murmuration.train.recipe.labels import FOLDERS, read_list, require_public_names
-from murmuration.train.recipe.pixels import NAMED
 from murmuration.train.recipe.record_names import shared_names
-from murmuration.train.recipe.warm_start import EXPORTED
+from murmuration.train.recipe.weights_at_hand import EXPORTED
 from murmuration.train.storage.run_dir import RunDir, run_dir_of
+
+if TYPE_CHECKING:  # what brings PyTorch along is imported where it is used
+    from murmuration.evaluation.models.weights import Evaluated
 
 TEMPLATE = Path(__file__).parent / "first_config.json.jinja"
 DELTA = "1/(2n)"
@@ -120,11 +117,11 @@ def compose(asked: ConfigRequest) -> tuple[str, str | None]:
     index = _opened(asked.data, "--data")
     if asked.held_out is not None:
         _opened(asked.held_out, "--held-out")
+    unit = asked.unit or unit_known(asked.data)
+    n = index.records if unit in (None, SINGLE) else _units(index, unit).count
     start = _weights(asked.start) if asked.start is not None else None
     data, means, outputs = _data(asked, rule, index, start)
-    unit = asked.unit or unit_known(asked.data)
     data |= {} if unit is None else {"unit": unit}
-    n = index.records if unit in (None, SINGLE) else _units(index, unit).count
     one = "record" if unit in (None, SINGLE) else "unit"
     steps = rule.steps(n)
     try:
@@ -133,6 +130,8 @@ def compose(asked: ConfigRequest) -> tuple[str, str | None]:
     except SettingsError as error:
         raise RecipeError(f"--image-size: {str(error).rstrip('.')}") from None
     trainable, why = (asked.trainable or "all", None)
+    if start is not None and start.shape.sees_and_writes:
+        trainable, why = "lora", 'it trains adapters; write "trainable": "all" for all weights of the model'
     if asked.goal == "classify" and start is not None and asked.trainable is None:
         trainable, why = _what_noise_leaves(asked.epsilon, model, n, f"{n:,} {one}s", rule)
     # What is solved in one pass are features that are kept, of records with one class each.
@@ -164,6 +163,9 @@ def _what_noise_leaves(
     epsilon: float, model: dict[str, Any], n: int, of_whom: str, rule: Rule
 ) -> tuple[str, str]:  # fmt: skip
     """All weights, if noise on them leaves something to be learned, or else the head; and the sentence that says so."""
+    from murmuration.model.build import build
+    from murmuration.train.planner.drowned import USEFUL, noise_over_signal
+
     built = build(ModelSettings.model_validate(model), "classify", device="meta")
     request = PlanRequest(n, rule.batch(n), rule.steps(n), epsilon, DELTA)
     try:
@@ -180,6 +182,9 @@ def _what_noise_leaves(
 
 def told(asked: ConfigRequest, why: str | None) -> list[str]:
     """What was written comes to, for the console; an error where the dry run would refuse it."""
+    from murmuration.train.commands.dry_run import meaning
+    from murmuration.train.planner.micro_batch import on_this_machine
+
     config = load(asked.out, [])
     found = meaning(on_this_machine(config, run_dir_of(config, asked.out))).phases[-1]
     assert found.promise is not None
@@ -242,7 +247,8 @@ def _data(
         _require_captions(asked, index)
         tokenizer = asked.tokenizer or (start.tokenizer if start is not None else None) or "clip"
         try:
-            words = TextEncoder(tokenizer, ModelSettings.model_fields["text_length"].default).vocabulary
+            of_library = start is not None and start.shape.words_of_library
+            words = TextEncoder(tokenizer, ModelSettings.model_fields["text_length"].default, of_library).vocabulary
         except TokenizerError as error:
             raise RecipeError(f"--tokenizer: {error}") from None
         named = tokenizer if is_built_in(tokenizer) else _path(tokenizer, asked.out)
@@ -301,7 +307,10 @@ def _classes(asked: ConfigRequest, index: RecordIndex) -> tuple[dict[str, Any], 
 def _weights(path: Path) -> Evaluated:
     beside = path.is_file() and path.name in WEIGHT_FILES and (path.parent / "config.json").is_file()
     try:
-        return open_model(Subject.at(path.parent if beside else path), Sizes(), headless=True)
+        subject = Subject.at(path.parent if beside else path)
+        from murmuration.evaluation.models.weights import Sizes, open_model
+
+        return open_model(subject, Sizes(), headless=True)
     except EvaluationError as error:
         raise RecipeError(f"--start: {error}") from None
 
@@ -325,7 +334,7 @@ def _model(asked: ConfigRequest, rule: Rule, start: Evaluated | None, outputs: i
         section = {"family": rule.family, **_of_size(rule.family, asked.size or "small", image_size)}
     if asked.goal == "classify":
         section |= {"classes": outputs, **({"classify_loss": "sigmoid"} if asked.multi_label else {})}
-    elif outputs:
+    elif outputs and not (start is not None and start.shape.words_of_library):
         section["vocabulary"] = max(outputs, start.shape.vocabulary if start and start.objective == "caption" else 0)
     return section
 
@@ -337,6 +346,8 @@ def _of_library(asked: ConfigRequest, rule: Rule, start: Evaluated, named: Named
     if named.library not in LIBRARIES:
         trained = " and ".join(TITLES[library] for library in LIBRARIES)
         raise RecipeError(f"--start: {named} can be evaluated, but only encoders of {trained} are trained; name one")
+    from murmuration.train.recipe.pixels import NAMED
+
     assert asked.start is not None
     folder = asked.start if asked.start.is_dir() else asked.start.parent
     section: dict[str, Any] = {"family": named.library, "name": named.name}

@@ -96,6 +96,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"--trainable {arguments.trainable} is for classify, and needs --start, the weights of the encoder "
                 "that stays as it is"
             )
+        if not arguments.epsilon > 0:
+            raise RecipeError(f"--epsilon {arguments.epsilon:g} is no privacy budget; give a number above 0, such as 8")
         named = [f"--{name}" for name in ("held-out", "start") if getattr(arguments, name.replace("-", "_"))]
         if named and not arguments.public:
             raise RecipeError(

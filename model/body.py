@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from murmuration.model.named import Named, NamedError, cannot_be_built
+from murmuration.model.named import Named, NamedError, cannot_be_built, of_one_record
 from murmuration.model.safety import CouplingError, keeps_statistics, refuse_coupling
 
 
@@ -88,10 +88,8 @@ class HuggingFaceBody(Body):
         from transformers.models.auto.configuration_auto import AutoConfig
         from transformers.models.auto.modeling_auto import AutoModelForImageClassification
 
-        given = named.arguments
+        given = of_one_record(named.arguments)
         try:
-            # Some drop by functions, whose rates no module holds.
-            given |= {key: 0.0 for key, rate in given.items() if "drop" in key and isinstance(rate, int | float)}
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             net: Any = AutoModelForImageClassification.from_config(config)
         except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
@@ -198,11 +196,16 @@ def _measured(
         if not isinstance(found, Tensor) or found.dim() != wanted:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise NamedError(f"{named} gives {shape} where {what} were expected; name another model.")
-        named_parameters = dict(body.named_parameters())
-        gradients = torch.autograd.grad(found.sum(), list(named_parameters.values()), allow_unused=True)
-    unused = [name for name, gradient in zip(named_parameters, gradients, strict=True) if gradient is None]
+        unused = unused_by(body, found)
     stored = next((path for path, part in body.net.named_modules() if keeps_statistics(part)), None)
-    return Facts(found.shape[-1], frozenset(unused), stored, _patch_of(body.net))
+    return Facts(found.shape[-1], unused, stored, _patch_of(body.net))
+
+
+def unused_by(body: Body, found: Tensor) -> frozenset[str]:
+    """Parameters that `found` does not depend on."""
+    named_parameters = dict(body.named_parameters())
+    gradients = torch.autograd.grad(found.sum(), list(named_parameters.values()), allow_unused=True)
+    return frozenset(name for name, each in zip(named_parameters, gradients, strict=True) if each is None)
 
 
 def _patch_of(net: Any) -> int:

@@ -18,6 +18,7 @@ from murmuration.model.body import Body
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier, TransformerClassifier
 from murmuration.model.encoder import Encoder, PatchProjection
+from murmuration.model.image_text import ImageTextModel
 from murmuration.model.language_model import LanguageModel, NamedLanguageModel
 from murmuration.model.load_report import WeightsError
 from murmuration.model.mae import MaskedAutoencoder
@@ -75,6 +76,8 @@ def _kind(shape: Shape, objective: str) -> Callable[[Shape], Model]:
         named: dict[str, Callable[[Shape], Model]] = {
             "mae": _no_autoencoder, "caption": NamedCaptioner, "classify": NamedClassifier, "text": NamedLanguageModel,
         }  # fmt: skip
+        if shape.sees_and_writes:
+            named |= {"caption": ImageTextModel, "classify": _no_classifier}
         kinds = named
     if shape.reads_texts != (objective == "text"):
         raise SettingsError(
@@ -102,6 +105,13 @@ def _no_autoencoder(shape: Shape) -> Model:
     raise SettingsError(
         f'{shape.named} cannot be trained with objective "mae", which leaves patches out before the first layer; use '
         'model.family = "mae", or train with "classify".'
+    )
+
+
+def _no_classifier(shape: Shape) -> Model:
+    raise SettingsError(
+        f'{shape.named} writes texts and cannot be trained with objective "classify"; use "caption", or name the '
+        "folder of its encoder."
     )
 
 

@@ -123,7 +123,10 @@ class Captioner(Encoder):
     def _losses(self, inputs: Inputs) -> Tensor:
         tokens = inputs["tokens"]
         logits = self.decode(self.encode_images(inputs["images"]), tokens[:, :-1])
-        return caption_loss(logits, tokens[:, 1:])
+        return self.caption_losses(logits, tokens[:, 1:])
+
+    def caption_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return caption_loss(logits, targets)
 
 
 def caption_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from murmuration.model.body import Body, drop_nothing
-from murmuration.model.named import Named, NamedError, cannot_be_built
+from murmuration.model.named import Named, NamedError, cannot_be_built, of_one_record
 from murmuration.model.safety import CouplingError, refuse_coupling
 
 
@@ -26,6 +26,13 @@ class TiedHead(nn.Module):
         return F.linear(x, self._table[0].weight)
 
 
+def listed_once(net: Any) -> Any:
+    table, head = net.get_input_embeddings(), net.get_output_embeddings()
+    if head is not None and head.weight is table.weight:
+        net.set_output_embeddings(TiedHead(table))
+    return net
+
+
 class LanguageBody(Body):
     """A causal language model of transformers, by the config of its folder."""
 
@@ -34,19 +41,15 @@ class LanguageBody(Body):
         from transformers.models.auto.configuration_auto import AutoConfig
         from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-        given = named.arguments
+        given = of_one_record(named.arguments)
         try:
-            given |= {key: 0.0 for key, rate in given.items() if "drop" in key and isinstance(rate, int | float)}
             config = AutoConfig.for_model(given.pop("model_type"), **given)
             # PyTorch's fused attention knows no cap on its scores.
             how = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
             net: Any = AutoModelForCausalLM.from_config(config, attn_implementation=how, dtype=torch.float32)
         except Exception as error:  # whatever the library raises on a config
             raise cannot_be_built(named, "a causal language model", error) from None
-        table, head = net.get_input_embeddings(), net.get_output_embeddings()
-        if head is not None and head.weight is table.weight:
-            net.set_output_embeddings(TiedHead(table))
-        self.net = drop_nothing(net)
+        self.net = drop_nothing(listed_once(net))
 
     def forward(self, images: Tensor) -> Tensor:
         """Tokens -> logits. Padding follows the text, where no real token sees it, so nothing has to be masked."""

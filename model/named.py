@@ -8,7 +8,10 @@ folder is not. Nothing is downloaded. Picture size and pixel statistics are thos
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +21,11 @@ LIBRARIES: tuple[Library, ...] = ("timm", "hf")
 """Those whose encoders can be trained."""
 TITLES: dict[Library, str] = {"timm": "timm", "hf": "Hugging Face", "torchvision": "torchvision"}
 TOWER = "_vision_model"
+IMAGE_TEXT = ("llava", "vipllava", "internvl")
+"""Kinds of image-text models that are trained whole: their decoders read an image's features as if these were words."""
 CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
+PROCESSOR, OF_IMAGES = "processor_config.json", "image_processor"
+"""The same as one part, where transformers 5 saves it together with a tokenizer's."""
 _START = 'start from weights by a phase with data.source "checkpoint"'
 # Arguments that other keys of the config decide.
 DECIDED = {
@@ -58,13 +65,23 @@ class Named:
         return f'{TITLES[self.library]}\'s "{self.name}"'
 
 
+def of_one_record(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with all rates of dropout at 0, since some layers drop by functions, whose rates no module holds; and
+    without a router's load-balancing loss, which counts over a whole batch."""
+    off: dict[str, Any] = {key: 0.0 for key, rate in config.items() if "drop" in key and isinstance(rate, int | float)}
+    off |= {key: False for key in ("output_router_logits",) if key in config}
+    parts = {key: of_one_record(part) for key, part in config.items() if isinstance(part, dict)}
+    return config | parts | off
+
+
 def cannot_be_built(named: Named, kind: str, error: Exception) -> NamedError:
     """`error`: what the library raised."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if {"text_config", "vision_config"} <= named.arguments.keys() and first.startswith("Unrecognized configuration"):
         return NamedError(
-            f"{named} reads images together with texts, for which there is no objective; train it through the library "
-            "(docs/tutorials/language_models.md, image-text models), or name the folder of its encoder or decoder."
+            f"{named} reads images together with texts, and of such models a config trains {_listed([*IMAGE_TEXT])}; "
+            "train it through the library (docs/tutorials/language_models.md, image-text models), or name the folder "
+            "of its encoder or decoder."
         )
     return NamedError(
         f"{named} cannot be built as {kind} ({first[:200]}); name the folder of one, or change model.model_args."
@@ -94,6 +111,8 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
         if reads_texts(args):
             return {"vocabulary": args["vocab_size"], **given}
         side = side_of(name, args)
+        if sees_and_writes(args):
+            return {"image_size": side, "vocabulary": _words_of(args, name), **given}
     return {"image_size": side, **given}
 
 
@@ -104,13 +123,13 @@ def pretrained_of(name: str) -> dict[str, Any]:
             f"model.name {name!r:.80} is a place of weights, and nothing is downloaded; save them by "
             "timm.models.save_for_hf, set model.name to their architecture, and start from the folder"
         )
+    plain, _, tag = name.partition(".")
+    if "timm" not in sys.modules and (known := _in_timms_source(plain)):
+        raise _no_model(plain, known)
     import timm  # only here: it brings PyTorch along
 
-    plain, _, tag = name.partition(".")
     if not timm.is_model(plain):
-        close = difflib.get_close_matches(plain, timm.list_models(), n=3, cutoff=0.4)
-        hint = f"did you mean {_listed(close)}?" if close else "timm.list_models() lists them"
-        raise NamedError(f"timm has no model {plain!r:.80}; {hint}")
+        raise _no_model(plain, timm.list_models())
     try:
         found = timm.get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError:
@@ -121,12 +140,39 @@ def pretrained_of(name: str) -> dict[str, Any]:
     return {} if found is None else found.to_dict()
 
 
+def _no_model(plain: str, known: list[str]) -> NamedError:
+    close = difflib.get_close_matches(plain, known, n=3, cutoff=0.4)
+    hint = f"did you mean {_listed(close)}?" if close else "timm.list_models() lists them"
+    return NamedError(f"timm has no model {plain!r:.80}; {hint}")
+
+
+def _in_timms_source(name: str) -> list[str]:
+    """All models of timm, if it nowhere mentions this one; a look at the files takes a tenth of an import's time."""
+    found = importlib.util.find_spec("timm")
+    folders = (found and found.submodule_search_locations) or []
+    files = [path for folder in folders for path in Path(folder, "models").glob("*.py")]
+    models: set[str] = set()
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        if re.search(rf"\b{re.escape(name)}\b", text):
+            return []
+        models.update(re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE))
+    return sorted(models)
+
+
 def statistics_of(library: Library, name: str) -> dict[str, Any] | None:
     """What the library states of pixels, in the words of its own config file; None where it states nothing."""
     if library == "timm":
         return pretrained_of(name)
-    path = Path(name) / PREPROCESSOR
-    return json_object(path) if path.is_file() else None
+    return _preprocessor(Path(name))
+
+
+def _preprocessor(folder: Path) -> dict[str, Any] | None:
+    if (path := folder / PREPROCESSOR).is_file():
+        return json_object(path)
+    path = folder / PROCESSOR
+    found = json_object(path).get(OF_IMAGES) if path.is_file() else None
+    return found if isinstance(found, dict) else None
 
 
 def _listed(names: list[str]) -> str:
@@ -155,6 +201,18 @@ def reads_texts(config: dict[str, Any]) -> bool:
     return isinstance(config.get("vocab_size"), int) and not {"image_size", "n_pixels"} & config.keys()
 
 
+def sees_and_writes(config: dict[str, Any]) -> bool:
+    """Whether it is an image-text model's that a config trains."""
+    return config.get("model_type") in IMAGE_TEXT
+
+
+def _words_of(config: dict[str, Any], name: str) -> int:
+    found = config.get("text_config", {}).get("vocab_size")
+    if not isinstance(found, int):
+        raise NamedError(f"{Path(name) / CONFIG} has no text_config.vocab_size; write the decoder's number of tokens")
+    return found
+
+
 def is_tower(config: dict[str, Any]) -> bool:
     """Whether it is the part that sees of a model of pictures and texts, saved without the other."""
     return str(config.get("model_type")).endswith(TOWER)
@@ -162,8 +220,7 @@ def is_tower(config: dict[str, Any]) -> bool:
 
 def side_of(name: str, args: dict[str, Any]) -> int:
     """The side of the pictures that the folder's preprocessing makes, or else that of the model."""
-    path = Path(name) / PREPROCESSOR
-    told = json_object(path) if path.is_file() else {}
+    told = _preprocessor(Path(name)) or {}
     cropped = told.get("crop_size") if told.get("do_center_crop") else None
     for size in (cropped, told.get("size"), args.get("image_size"), args.get("vision_config", {}).get("image_size")):
         if isinstance(size, dict):

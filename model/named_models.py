@@ -25,10 +25,14 @@ def named_of(shape: Shape) -> Named:
 
 def body_of(shape: Shape, facts: Facts) -> Body:
     body = make_body(named_of(shape), shape.image_size)
-    for name, parameter in body.named_parameters():
-        if name in facts.unused:
-            parameter.requires_grad_(False)
+    freeze(body, facts.unused)
     return body
+
+
+def freeze(body: Body, unused: frozenset[str]) -> None:
+    for name, parameter in body.named_parameters():
+        if name in unused:
+            parameter.requires_grad_(False)
 
 
 class NamedClassifier(Classifier):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from murmuration.model.body import Body, HuggingFaceBody, TimmBody
 from murmuration.model.fill import WeightEntries, WeightEntry
+from murmuration.model.image_text_body import ImageTextBody
 from murmuration.model.language_body import LanguageBody
 from murmuration.model.load_report import LoadReport, WeightsError
 from murmuration.model.named import CONFIG, Named, is_tower, json_object, pretrained_of
@@ -58,7 +59,7 @@ def _filtered(state: dict[str, Tensor], net: nn.Module, report: LoadReport) -> M
 
 
 def hugging_face_entries(
-    path: Path, body: HuggingFaceBody | LanguageBody, named: Named, report: LoadReport
+    path: Path, body: HuggingFaceBody | LanguageBody | ImageTextBody, named: Named, report: LoadReport
 ) -> WeightEntries:
     from transformers.utils import logging
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from murmuration.model.named import LIBRARIES, Library, Named, NamedError, completed, reads_texts
+from murmuration.model.named import LIBRARIES, Library, Named, NamedError, completed, reads_texts, sees_and_writes
 from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
 
 Loss = Literal["softmax", "sigmoid"]
@@ -23,6 +23,8 @@ Pooling = Literal["class", "mean"]
 HEAD_BIAS = {"softmax": 0.0, "sigmoid": -10.0}
 # Far above every known model: a typing error is reported at once instead of starting an endless construction.
 MOST_PIXELS, MOST_WIDTH, MOST_BLOCKS, MOST_WORDS = 1 << 14, 1 << 17, 1 << 10, 1 << 24
+
+OF_LANGUAGE_MODELS = {"family", "name", "model_args", "text_length", "vocabulary", "init_seed"}
 
 
 class SettingsError(ValueError):
@@ -82,6 +84,16 @@ class Shape:
         )
 
     @property
+    def sees_and_writes(self) -> bool:
+        """Whether it is an image-text model of transformers."""
+        return self.family == "hf" and self.named is not None and sees_and_writes(self.named.arguments)
+
+    @property
+    def words_of_library(self) -> bool:
+        """Whether its texts are read by the tokenizer of a folder of transformers."""
+        return self.named is not None and (self.reads_texts or self.sees_and_writes)
+
+    @property
     def grid(self) -> int:
         return self.image_size // self.patch_size
 
@@ -138,7 +150,7 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    family: Family = Field(description="timm, hf: the encoder `name`; hf also a causal language model.")
+    family: Family = Field(description="timm, hf: the encoder `name`; hf also a causal language or image-text model.")
     name: str | None = Field(
         default=None,
         description="timm's name, such as `vit_small_patch14_dinov2.lvd142m`, or the folder of a config.json.",
@@ -272,6 +284,14 @@ class ModelSettings(BaseModel):
         return self.family == "gpt2" or (self.family == "hf" and reads_texts(self.model_args or {}))
 
     @property
+    def sees_and_writes(self) -> bool:
+        return self.family == "hf" and sees_and_writes(self.model_args or {})
+
+    @property
+    def words_of_library(self) -> bool:
+        return self.family == "hf" and (self.reads_texts or self.sees_and_writes)
+
+    @property
     def title(self) -> str:
         """Family and size in a few words, without the path of a folder."""
         kind = (self.model_args or {}).get("model_type") if self.family == "hf" else self.name or self.size
@@ -285,12 +305,15 @@ class ModelSettings(BaseModel):
     def resolved(self) -> Shape:
         """Fill every number from the size table and the overrides, then check that they fit together."""
         if self.family in LIBRARIES:
-            return self._named_language_model() if self.reads_texts else self._named(self.family)
+            if self.reads_texts:
+                return self._named_language_model()
+            return self._named_image_text_model() if self.sees_and_writes else self._named(self.family)
         if self.family == "gpt2":
             if self.size not in (*TABLES["gpt2"], "custom"):
                 raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')
-            self._reads_text_alone(
-                {"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"}
+            self._has_only(
+                {"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"},
+                "since it reads text alone",
             )
             shape = self._shape(TABLES["gpt2"].get(self.size), resnet=None)
             # What stands for a picture in its records is one black pixel, which the model does not look at.
@@ -388,7 +411,7 @@ class ModelSettings(BaseModel):
     def cropped(self) -> int:
         """Pixels at the edge that no patch of an encoder by name holds, though its library states no such size."""
         named = self.resolved().named
-        if named is None or self.reads_texts:
+        if named is None or self.reads_texts or self.sees_and_writes:
             return 0
         from murmuration.model.body import facts_of
 
@@ -401,31 +424,43 @@ class ModelSettings(BaseModel):
         from murmuration.model.body import facts_of
 
         named = self.resolved().named
-        return None if named is None else facts_of(named, self.image_size).statistics
+        return None if named is None or self.sees_and_writes else facts_of(named, self.image_size).statistics
 
     def _named_language_model(self) -> Shape:
         # Only here: it imports the library.
         from murmuration.model.language_body import width_of
 
-        known = {"family", "name", "model_args", "text_length", "vocabulary", "init_seed"}
-        self._reads_text_alone(known)
+        self._has_only(OF_LANGUAGE_MODELS, "since it reads text alone")
         named = Named.of("hf", self.name or "", self.model_args or {})
         try:
             width = width_of(named, self.text_length)
         except NamedError as error:
             raise SettingsError(str(error)) from None
-        if self.vocabulary != (stated := named.arguments["vocab_size"]):
-            raise SettingsError(
-                f"model.vocabulary is {self.vocabulary}, but {named} has {stated} tokens; leave it out."
-            )
+        return replace(self._of_words(named, width, named.arguments["vocab_size"]), image_size=1, patch_size=1)
+
+    def _named_image_text_model(self) -> Shape:
+        # Only here: it imports the library.
+        from murmuration.model.image_text_body import facts_of
+
+        self._has_only(OF_LANGUAGE_MODELS | {"image_size", "pixels"}, "for a model of images and texts")
+        named = Named.of("hf", self.name or "", self.model_args or {})
+        try:
+            width = facts_of(named, self.image_size, self.text_length).width
+        except NamedError as error:
+            raise SettingsError(str(error)) from None
+        return self._of_words(named, width, named.arguments["text_config"]["vocab_size"])
+
+    def _of_words(self, named: Named, width: int, words: int) -> Shape:
+        if self.vocabulary != words:
+            raise SettingsError(f"model.vocabulary is {self.vocabulary}, but {named} has {words} tokens; leave it out.")
         stack, other = Stack(width, 1, 1), Stack(512, 4, 16)
         shape = self._shape(Preset(Stack(64, 1, 1), Stack(64, 1, 1), other), resnet=None)
-        return replace(shape, image_size=1, patch_size=1, encoder=stack, text=stack, named=named)
+        return replace(shape, encoder=stack, text=stack, named=named)
 
-    def _reads_text_alone(self, known: set[str]) -> None:
+    def _has_only(self, known: set[str], why: str) -> None:
         fields = type(self).model_fields
         if given := [name for name in fields if name not in known and getattr(self, name) != fields[name].default]:
-            raise SettingsError(f'family "{self.family}" has no model.{given[0]}, since it reads text alone; omit it.')
+            raise SettingsError(f'family "{self.family}" has no model.{given[0]}, {why}; omit it.')
 
     def _resnet(self) -> ResNet:
         preset = RESNETS.get(self.size)

@@ -19,6 +19,8 @@ from murmuration.model.build import normal_draw
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
+from murmuration.model.image_text import ImageTextModel
+from murmuration.model.language_body import TiedHead
 from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
@@ -88,11 +90,21 @@ def head_of(model: nn.Module) -> str:
     """The module that a new task would replace."""
     if isinstance(model, Classifier):
         return "head"
+    if isinstance(model, ImageTextModel):
+        return _output_of(model)
     if isinstance(model, Captioner):
         return "decoder_pred_text"
     if isinstance(model, MaskedAutoencoder):
         return "decoder_pred"
     raise TrainableError(f'{type(model).__name__} has no known head; train it with trainable = "all".')
+
+
+def _output_of(model: ImageTextModel) -> str:
+    net: Any = model.body.net
+    head = net.get_output_embeddings()
+    if isinstance(head, TiedHead):
+        raise TrainableError(f'{model.shape.named} has no head beside its table of words; train "all" or "lora".')
+    return next(path for path, part in model.named_modules() if part is head)
 
 
 @torch.no_grad()
@@ -101,16 +113,19 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
 
     A model that already has them is left unchanged.
     """
-    body = "body" if isinstance(model, NamedClassifier | NamedCaptioner | NamedLanguageModel) else "blocks"
+    by_library = isinstance(model, NamedLanguageModel | ImageTextModel)
+    body = "body" if by_library or isinstance(model, NamedClassifier | NamedCaptioner) else "blocks"
     if not isinstance(model, Encoder | NamedClassifier | NamedLanguageModel):
         raise TrainableError(f"{type(model).__name__} has no transformer blocks to adapt; choose another `trainable`.")
     adapted_part, names = model.get_submodule(body), set[str]()
-    net: Any = model.body.net if isinstance(model, NamedLanguageModel) else None
+    net: Any = model.body.net if by_library else None
     head = None if net is None else net.get_output_embeddings()
     for path, layer in list(adapted_part.named_modules()):
         if not isinstance(layer, nn.Linear) or layer is head:
             continue
         if not isinstance(layer, LowRankLinear):
+            if by_library and not layer.weight.requires_grad:
+                continue  # the loss does not depend on it
             if not 0 < rank < min(layer.in_features, layer.out_features):
                 raise TrainableError(
                     f"rank {rank} is not between 1 and {min(layer.in_features, layer.out_features) - 1}, below the "

@@ -33,6 +33,7 @@ def config_keys() -> Iterator[str]:
             default = field.get("default")
             said = "required" if required else "object" if isinstance(default, dict) else json.dumps(default)
             yield f"config {path}{key} = {said}"
+            yield from (f"config {path}{key} takes {json.dumps(value)}" for value in words(field))
             for name, listed in sections(field):
                 if name not in within:
                     yield from walk(f"{path}{key}{'[]' * listed}.", schema["$defs"][name], (*within, name))
@@ -44,6 +45,12 @@ def config_keys() -> Iterator[str]:
             yield from sections(choice, listed)
         if isinstance(field.get("items"), dict):
             yield from sections(field["items"], True)
+
+    def words(field: dict[str, Any]) -> Iterator[Any]:
+        yield from field.get("enum", [field["const"]] if "const" in field else [])
+        for inner in (*field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items")):
+            if isinstance(inner, dict):
+                yield from words(inner)
 
     return walk("", schema, ())
 

@@ -17,6 +17,8 @@ def test_what_went_and_what_changed_is_seen_and_what_was_added_is_not() -> None:
     key, default = "config phases[].privacy.views = 1", "config phases[].privacy.views = 2"
     assert key in now and broken(now, [*now, "config phases[].privacy.new = 1"]) == []
     assert broken(now, [default if line == key else line for line in now]) == [key]
+    word = 'config phases[].objective takes "text"'
+    assert word in now and broken(now, [line for line in now if line != word]) == [word]
     for kind in ("config", "command", "library", "exit", "form"):
         line = next(line for line in now if line.startswith(f"{kind} "))
         assert broken(now, [each for each in now if each != line]) == [line]

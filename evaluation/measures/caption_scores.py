@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from murmuration.evaluation.measures.interval import Estimate, mean, share
-from murmuration.model.captioner import Captioner, caption_loss
+from murmuration.model.captioner import Captioner
 
 NOUNS = frozenset({"NN", "NNS", "NNP", "NNPS"})
 ADJECTIVES = frozenset({"JJ", "JJR", "JJS"})
@@ -41,7 +41,7 @@ def pair_scores(model: Captioner, memory: Tensor, pictures: Tensor, tokens: Tens
     found = []
     for chosen, part in zip(pictures.split(rows), tokens.split(rows), strict=True):
         logits = model.decode(memory[chosen.to(memory.device)], part[:, :-1].to(memory.device))
-        found.append(caption_loss(logits, part[:, 1:].to(memory.device)))
+        found.append(model.caption_losses(logits, part[:, 1:].to(memory.device)))
     return torch.cat(found) if found else memory.new_zeros(0)
 
 

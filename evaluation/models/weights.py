@@ -25,7 +25,7 @@ from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.encoder import Encoder
 from murmuration.model.load_report import LoadReport, WeightsError
-from murmuration.model.named import Named, reads_texts
+from murmuration.model.named import Named, reads_texts, sees_and_writes
 from murmuration.model.released import TEXT_EMBEDDING, read_dpcap, read_vip_mae
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape
 from murmuration.model.warm_start import initialise_from, initialise_with
@@ -55,6 +55,10 @@ class Sizes:
     decoder_heads: int | None = None
     image_size: int | None = None
     text_length: int | None = None
+
+    def of_captions(self) -> dict[str, int]:
+        given = {"image_size": self.image_size, "text_length": self.text_length}
+        return {name: size for name, size in given.items() if size is not None}
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,8 @@ def open_model(
         if settings is not None:
             objective = told.get("objective") or (subject.config.phases[-1].objective if subject.config else None)
             found = _configured(subject, settings, objective, state, digest, sizes, texts)
-        elif texts:
-            found = _language_model(subject, digest, sizes)
+        elif texts or (subject.kind == "hugging-face" and sees_and_writes(subject.note)):
+            found = _language_model(subject, digest, sizes, "text" if texts else "caption")
         elif subject.kind == "hugging-face":
             found = _hugging_face(subject, state, digest, sizes)
         elif subject.kind == "timm":
@@ -180,7 +184,7 @@ def open_text(subject: Subject, model: Evaluated, named: str | None) -> TextEnco
     if source is None:
         raise EvaluationError('texts are read by a tokenizer; pass --tokenizer (a file, or "clip")')
     try:
-        text = TextEncoder(source, shape.text_length, shape.reads_texts and shape.named is not None)
+        text = TextEncoder(source, shape.text_length, shape.words_of_library)
     except TokenizerError as error:
         raise EvaluationError(f"--tokenizer: {error}") from None
     if text.vocabulary > shape.vocabulary:
@@ -295,18 +299,21 @@ def _published(
     )
 
 
-def _language_model(subject: Subject, digest: str, sizes: Sizes) -> Evaluated:
+def _language_model(
+    subject: Subject, digest: str, sizes: Sizes, objective: Literal["text", "caption"]
+) -> Evaluated:  # fmt: skip
     """Of a folder of transformers."""
-    if subject.kind != "hugging-face" or not reads_texts(subject.note):
+    if objective == "text" and (subject.kind != "hugging-face" or not reads_texts(subject.note)):
         raise EvaluationError(
             f"{subject.path} is no language model; name a run or an export of one, or a folder of transformers"
         )
     positions = subject.note.get("max_position_embeddings", subject.note.get("n_positions"))
     most = positions if isinstance(positions, int) else LENGTH
-    given = {"family": "hf", "name": str(subject.path), "text_length": sizes.text_length or min(most, LENGTH)}
-    model = build(ModelSettings.model_validate(given), "text")
+    given = {"family": "hf", "name": str(subject.path)}
+    given |= {"text_length": sizes.text_length or min(most, LENGTH)} if objective == "text" else sizes.of_captions()
+    model = build(ModelSettings.model_validate(given), objective)
     beside = str(subject.path) if (subject.path / "tokenizer.json").is_file() else None
-    return Evaluated(model, "text", digest, initialise_from(model, subject.path), tokenizer=beside)
+    return Evaluated(model, objective, digest, initialise_from(model, subject.path), tokenizer=beside)
 
 
 def _hugging_face(subject: Subject, state: Mapping[str, Tensor], digest: str, given: Sizes) -> Evaluated:

@@ -16,6 +16,7 @@ import torch
 from murmuration.data.index.folders import build_folder
 from murmuration.train.commands import doctor, doctor_ranks
 from murmuration.train.commands.finding import Finding
+from murmuration.train.config.load import load
 from murmuration.train.distributed.ranks import Ranks
 from tests.support import forking
 from tests.support.evaluation_world import class_folders, class_list, shards
@@ -67,10 +68,12 @@ def test_records_that_cannot_be_read_are_named(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "shards" / "000000.tar").unlink()
-    found = [(each.verdict, each.told) for each in doctor.records(config, [])]
+    found = [(each.verdict, each.told) for each in doctor.records(load(config, []))]
     assert [verdict for verdict, _ in found] == ["ok", "FAIL"] and "000000.tar" in found[1][1], found
     config.write_text("{")
-    assert [each.verdict for each in doctor.records(config, [])] == ["FAIL"]
+    assert doctor.main(["--config", str(config)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert str(config) in said
 
 
 def test_ranks_of_a_launcher_are_examined_together(config: Path, tmp_path: Path) -> None:

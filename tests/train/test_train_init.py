@@ -132,7 +132,7 @@ def test_what_is_trained_follows_from_records_budget_and_model(
     capsys.readouterr()
     phase, said = made("--trainable", "lora"), capsys.readouterr().out
     assert (phase.trainable, phase.steps) == ("lora", 300) and "it trains" not in said
-    monkeypatch.setattr("murmuration.launch.first_config.USEFUL", ratio + 1)
+    monkeypatch.setattr("murmuration.train.planner.drowned.USEFUL", ratio + 1)
     assert made("--epsilon", "3").trainable == "all" and "it trains all weights" in capsys.readouterr().out
     asked = ("classify", "--data", str(labelled), "--out", str(tmp_path / "no.json"))
     assert "needs --start" in refused(capsys, *asked, "--trainable", "head")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from murmuration.accounting.certificate.verify import verify
@@ -21,6 +21,7 @@ from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.model.trainable import select
 from murmuration.model.warm_start import initialise_from
+from murmuration.train.clip.rule import ClipError
 from murmuration.train.commands import export
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.planner.cluster import Cluster
@@ -43,8 +44,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", SIZES | {"head_dim": 8}),
     "gemma2": ("gemma2", SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8}),
     "mixtral": ("mixtral", SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen3 moe": (
+        "qwen3_moe",
+        SIZES
+        | {
+            "head_dim": 8,
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "output_router_logits": True,
+        },
+    ),
     "gpt2": ("gpt2", {"vocab_size": 13, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}),
 }
+
+MIXTURES = ("mixtral", "qwen3 moe")
 
 
 def folder_of(kind: str, folder: Path) -> Any:
@@ -54,14 +68,18 @@ def folder_of(kind: str, folder: Path) -> Any:
     how = "eager" if kind == "gemma2" else "sdpa"
     net = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), attn_implementation=how).eval()
     net.save_pretrained(folder)
-    vocabulary = {word: number for number, word in enumerate([*WORDS, "<unk>", "<s>", "</s>"])}
+    write_tokenizer(folder)
+    return net
+
+
+def write_tokenizer(folder: Path, *more: str) -> None:
+    vocabulary = {word: number for number, word in enumerate([*WORDS, "<unk>", "<s>", "</s>", *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     told = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    return net
 
 
 def model_of(folder: Path, trainable: str = "all") -> NamedLanguageModel:
@@ -80,6 +98,7 @@ def rows(folder: Path, count: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_losses_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
     theirs = folder_of(kind, tmp_path)
+    theirs.config.output_router_logits = False
     tokens = rows(tmp_path, 6)
     assert (tokens == -1).any() and (tokens == 0).any(), "0 is a word"
     found = model_of(tmp_path).eval()({"tokens": tokens})
@@ -88,10 +107,42 @@ def test_its_losses_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
         assert loss.item() == pytest.approx(theirs(input_ids=own, labels=own).loss.item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_texts_experts_and_loss_do_not_depend_on_other_texts(kind: str, tmp_path: Path) -> None:
+    """Nor is the router's load-balancing loss trained on, which a folder may ask for: it counts over a whole batch."""
+    theirs = folder_of(kind, tmp_path)
+    model, tokens = model_of(tmp_path).eval(), rows(tmp_path, 6)
+    together, alone = model({"tokens": tokens}), torch.cat([model({"tokens": row[None]}) for row in tokens])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+    own = tokens[0][tokens[0] >= 0][None]
+    balanced = theirs(input_ids=own, labels=own, output_router_logits=True)
+    assert balanced.aux_loss > 0 and balanced.loss > alone[0] + 1e-4
+    assert model.body.net.config.output_router_logits is False  # pyright: ignore
+
+
+class Balanced(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        ids = inputs["tokens"].clamp(min=0)
+        found = self.net(input_ids=ids, attention_mask=torch.ones_like(ids), output_router_logits=True, use_cache=False)
+        return found.logits.logsumexp(-1).mean(1) + found.aux_loss
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_routers_load_balancing_loss_is_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
+    model = Balanced(folder_of(kind, tmp_path))
+    with pytest.raises(ClipError, match=r"leave a router's load-balancing loss out"):
+        clip = prepared("book-keeping", rule_of("flat", 1.0), model)
+        summed(clip, model, [({"tokens": rows(tmp_path, 4)}, torch.ones(4, dtype=torch.bool))])
+
+
 @pytest.mark.parametrize("trainable", ["all", "lora"])
-@pytest.mark.parametrize("kind", ["llama", "llama tied", "gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "llama tied", "gemma2", "mixtral", "qwen3 moe", "gpt2"])
 def test_each_text_is_clipped_by_itself(kind: str, trainable: str, tmp_path: Path) -> None:
-    if kind == "mixtral" and torch.__version__.startswith("2.10."):
+    if kind in MIXTURES and torch.__version__.startswith("2.10."):
         pytest.skip("its routing asks for a record's memory with this PyTorch, and is refused")
     folder_of(kind, tmp_path)
     if (kind, trainable) == ("gpt2", "lora"):  # its layers are convolutions of transformers
@@ -114,8 +165,10 @@ def test_each_text_is_clipped_by_itself(kind: str, trainable: str, tmp_path: Pat
     totals, _ = summed(clip, model, [(only(inputs, part), present[part]) for part in (slice(0, 4), slice(4, 8))])
     for name, tensor in expected.items():
         assert relative_error({name: totals[name]}, {name: tensor}) <= 1e-4, name
+    experts = [name for name, tensor in expected.items() if ".experts." in name and tensor.dim() == 3]
+    assert len(experts) == (4 if kind in MIXTURES and trainable == "all" else 0), "two for each layer, of all experts"
     heads = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lm_head" in name}
-    assert bool(heads) == (kind in ("llama", "mixtral") and trainable == "all")
+    assert bool(heads) == (kind in ("llama", *MIXTURES) and trainable == "all")
 
 
 def test_a_text_cannot_end_itself(tmp_path: Path) -> None:

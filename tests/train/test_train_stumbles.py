@@ -11,10 +11,27 @@ from pathlib import Path
 import pytest
 
 from murmuration.launch import init, prepare
-from murmuration.train.commands import export, forecast, train
+from murmuration.train.commands import doctor, export, forecast, retire, train
+from tests.support.config_base import BASE
 from tests.support.launching import ROOT, environment
+from tests.support.tars import indexed, png
 
 DEMO = ROOT / "ds_configs" / "demo.json"
+
+
+def lay_out(folder: Path) -> None:
+    (folder / "my.yaml").write_text("model: {family: mae}\nphases: []\n")
+    (folder / "empty").mkdir()
+    indexed(folder / "shards", [{"png": png(number), "txt": b"a picture"} for number in range(10)])
+    private = BASE["phases"][1] | {"data": {"path": "shards", "tokenizer": "clip:515"}, "evaluation": None}
+    private |= {"privacy": private["privacy"] | {"expected_batch": 5}}
+    start = {"name": "start", "data": {"source": "checkpoint", "path": "w", "public": True}}
+    for name, phases in (("small", [private]), ("start", [start, private])):
+        (folder / f"{name}.json").write_text(json.dumps(BASE | {"phases": phases}))
+
+
+def trained(*overrides: str) -> list[str]:
+    return ["train", "--config", "small.json", *(part for each in overrides for part in ("--set", each))]
 
 
 def dry(*overrides: str, config: str = str(DEMO)) -> list[str]:
@@ -58,11 +75,42 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
     "class weights by a word": (
         dry("model.class_weights=balanced"), "a list of public numbers, one for each class",
     ),
+    "a typo in a name of timm": (
+        dry("model.family=timm", "model.name=vit_smal_patch14_dinov2"),
+        "timm has no model 'vit_smal_patch14_dinov2'; did you mean vit_small_patch14_dinov2, ",
+    ),
+    "a delta above 1/n": (
+        [*trained("phases.0.privacy.delta=0.5"), "--dry-run"],
+        "phases.0.privacy: delta must lie in (0, 1/n] = (0, 0.1], but is 0.5",
+    ),
+    "a batch above n": (trained("phases.0.privacy.expected_batch=11"), "expected_batch must lie in (0, 10]"),
+    "a unit that the index does not know": (
+        trained("phases.0.data.unit=patient"), "phases.0.data.unit: {here}/shards/index: this index knows no units",
+    ),
+    "a tokenizer that is not there": (
+        trained("phases.0.data.tokenizer=tok.json"), "phases.0.data.tokenizer: {here}/tok.json: no tokenizer here",
+    ),
+    "weights that are not there": (
+        ["train", "--config", "start.json"],
+        "phases.0.data.path: {here}/w does not exist; name a run directory, an export, or a file of weights",
+    ),
+    "a doctor without a config": (["doctor", "--config", "my.json"], "there is no config file my.json"),
+    "a run to retire that is none": (["retire", "empty"], "there is no ledger in empty; name a run directory"),
+    "a first config without a budget": (
+        ["init", "caption", "--data", "shards", "--epsilon", "-1"], "--epsilon -1 is no privacy budget",
+    ),
+    "a first config from weights that are not there": (
+        ["init", "caption", "--data", "shards", "--start", "w", "--public"], "--start: w does not exist; name a run",
+    ),
+    "a first config for a unit that the index does not know": (
+        ["init", "caption", "--data", "shards", "--unit", "patient"], "--unit: shards/index: this index knows no units",
+    ),
 }  # fmt: skip
 OF_A_LIBRARY = "pixels that no patch of a named encoder holds"
 """What only timm knows, which takes PyTorch along."""
 COMMANDS: dict[str, Callable[[], int]] = {
     "train": train.main, "export": export.main, "init": init.main, "prepare": prepare.main, "plan": forecast.main,
+    "doctor": doctor.main, "retire": retire.main,
 }  # fmt: skip
 
 
@@ -71,10 +119,9 @@ def test_a_stumble_is_one_sentence_with_the_fix(
     command: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.yaml").write_text("model: {family: mae}\nphases: []\n")
-    (tmp_path / "empty").mkdir()
+    lay_out(tmp_path)
     monkeypatch.setattr("sys.argv", [f"{command[0]}.py", *command[1:]])
-    assert COMMANDS[command[0]]() == 2
+    assert COMMANDS[command[0]]() == (5 if command[0] == "retire" else 2)
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "prepare.py: "))]
     assert told.format(here=tmp_path) in error
     assert not (tmp_path / "out").exists() and not (tmp_path / "runs").exists(), "nothing is half-written"
@@ -87,14 +134,13 @@ from murmuration.__main__ import COMMANDS
 for name, *words in json.load(sys.stdin):
     sys.argv = [f"{name}.py", *words]
     code = import_module(COMMANDS[name][0]).main()
-    assert code == 2 and "torch" not in sys.modules, (code, name, words)
+    assert code == (5 if name == "retire" else 2) and "torch" not in sys.modules, (code, name, words)
 """
 
 
 def test_none_of_them_waits_for_pytorch(tmp_path: Path) -> None:
     """To import it takes seconds."""
-    (tmp_path / "my.yaml").write_text("model: {family: mae}")
-    (tmp_path / "empty").mkdir()
+    lay_out(tmp_path)
     asked = json.dumps([command for name, (command, _) in STUMBLES.items() if name != OF_A_LIBRARY])
     env = environment() | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -63,6 +63,10 @@ OBJECTIONS = [
         "let forward() write into nothing that outlives it",
     ),
     Objection(
+        "(self, *extra_args) is not possible", "writes a record's values into a tensor that all records share",
+        "let forward() write into nothing that outlives it, and leave a router's load-balancing loss out",
+    ),
+    Objection(
         "cannot register a hook", "registers a hook on a record's tensor", "scale the loss instead of its gradient",
     ),
     Objection(

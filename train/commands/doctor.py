@@ -8,7 +8,6 @@ its phases are opened, too, and the first and last one of each set are read. Sta
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import resource
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
 from murmuration.accounting.escaping import printable, sentence
+from murmuration.train.commands.exit_codes import complain_per_machine
 from murmuration.train.commands.finding import FAIL, OK, WARN, Finding
 
 if TYPE_CHECKING:
@@ -54,19 +54,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
+    config = None
+    if arguments.config is not None:
+        from murmuration.train.config.load import load
+
+        try:  # before what takes seconds
+            config = load(arguments.config, arguments.set)
+        except RunError as error:
+            return complain_per_machine(error)
     checks: list[Callable[[], Iterator[Finding]]] = [
         python, packages, compiler, processors, shared_memory, disk, limits, gpus,
     ]  # fmt: skip
-    if arguments.config is not None:
-        checks.append(lambda: records(arguments.config, arguments.set))
+    if config is not None:
+        checks.append(lambda: records(config))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from murmuration.train.commands.doctor_ranks import across
-        from murmuration.train.config.load import load
 
-        config = None
-        if arguments.config is not None:
-            with contextlib.suppress(RunError):  # `records` says why
-                config = load(arguments.config, arguments.set)
         found, shows = across(
             lambda: [each for check in checks for each in check()], lambda: facts_of(config), gradient_bytes(config)
         )
@@ -272,17 +275,11 @@ def gradient_bytes(config: Config | None) -> int:
     return most
 
 
-def records(path: Path, overrides: list[str]) -> Iterator[Finding]:
+def records(config: Config) -> Iterator[Finding]:
     from murmuration.data.batch.shard_reader import ReadOptions, ShardReader, open_source
     from murmuration.data.index.open import open_index
-    from murmuration.train.config.load import load
     from murmuration.train.recipe.record_names import parts_of
 
-    try:
-        config = load(path, overrides)
-    except RunError as error:
-        yield Finding(FAIL, "config", sentence(error))
-        return
     for number, phase in enumerate(config.phases):
         for part in parts_of(number, phase):
             try:

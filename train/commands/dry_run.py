@@ -38,7 +38,7 @@ from murmuration.train.recipe.ready_phase import (
     with_steps,
 )
 from murmuration.train.recipe.record_names import names_at_hand
-from murmuration.train.recipe.warm_start import EXPORTED
+from murmuration.train.recipe.weights_at_hand import EXPORTED
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,21 @@ from pathlib import Path
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
 from murmuration.accounting.escaping import printable, sentence
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.train.storage.run_dir import RunDir
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="retire.py", description="Certifies what a run has spent; destroys its key.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     arguments = parser.parse_args(argv)
-    from murmuration.train.storage.certify import retire
 
     try:
+        if not RunDir(arguments.run_dir).ledger.is_file():
+            raise LedgerError(f"there is no ledger in {arguments.run_dir}; name a run directory")
+        # Only now: it brings PyTorch along.
+        from murmuration.train.storage.certify import retire
+
         print("\n".join(printable(line) for line in retire(arguments.run_dir)))
     except (RunError, OSError) as error:
         print(f"error: {sentence(error)}", file=sys.stderr)

@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         config = load(arguments.config, arguments.set)
+        from murmuration.train.recipe.first_look import first_look
+
+        first_look(config, training=not arguments.dry_run)
         if arguments.dry_run:
             from murmuration.train.commands.dry_run import as_json, as_text, meaning
             from murmuration.train.planner.micro_batch import on_this_machine
@@ -60,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print((as_json if arguments.json else as_text)(found))
             return DONE
-        _require_records(config)
         from murmuration.train.recipe.ready_phase import prepare
 
         phases = prepare(config)  # refuses before anything is started or written
@@ -74,21 +76,6 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         return complain_per_machine(error)
     _run(arguments, config, phases, root)
-
-
-def _require_records(config: Config) -> None:
-    """What most often lacks, before anything that takes seconds to import."""
-    from murmuration.data.index.open import require_index
-    from murmuration.data.store.place import ShardError
-    from murmuration.train.config.data import ShardData
-    from murmuration.train.config.section import RecipeError
-
-    for number, phase in enumerate(config.phases):
-        if isinstance(phase.data, ShardData):
-            try:
-                require_index(phase.data.path)
-            except ShardError as error:
-                raise RecipeError(f"phases.{number}.data.path: {error}") from None
 
 
 def _check_plans(config: Config, phases: list[ReadyPhase], root: Path) -> None:

@@ -216,7 +216,12 @@ class Config(Section):
                     f"phase {phase.name!r} trains a language model, of which no part is called {phase.trainable!r}; "
                     f"set trainable to {' or '.join(map(repr, self._trainable_of_texts()))}"
                 )
-        if reads_texts and self._shards_weights():
+        of_library = self.model.sees_and_writes
+        if of_library and (monitored := [phase.name for phase in self.phases if phase.monitor is not None]):
+            raise ValueError(
+                f"phase {monitored[0]!r} trains an image-text model, whose curvature is not measured; leave monitor out"
+            )
+        if (reads_texts or of_library) and self._shards_weights():
             raise ValueError(
                 "a language model may use one table as embedding and as head, which was not tried on weights that "
                 "ZeRO-3 and FSDP2 shard; use DeepSpeed at another stage, or the local engine"

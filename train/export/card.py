@@ -57,6 +57,8 @@ def write_card(
 def _task(finished: Finished) -> str:
     if isinstance(finished.model, LanguageModel):
         return "text-generation"
+    if finished.model.shape.sees_and_writes:
+        return "image-text-to-text"
     return "image-classification" if isinstance(finished.model, Classifier) else "image-feature-extraction"
 
 

@@ -20,6 +20,7 @@ from murmuration.model.build import Model
 from murmuration.model.classifier import Classifier
 from murmuration.model.fill import WeightEntries, WeightEntry
 from murmuration.model.foreign_config import hugging_face_classes, hugging_face_preprocessor
+from murmuration.model.image_text import ImageTextModel
 from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.named import TITLES, Library, Named
 from murmuration.model.named_models import named_of
@@ -76,6 +77,8 @@ def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) 
     net: Any = model.body.net  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(model, NamedLanguageModel):
         return _write_language_model(model, finished, out, metadata)
+    if isinstance(model, ImageTextModel):
+        return _write_image_text_model(model, finished, out, metadata)
     picture = _picture(model)
     if isinstance(model, Classifier):
         expected = model.logits(picture)
@@ -117,6 +120,34 @@ def _write_language_model(
     return Loading("transformers", program, (TOKENIZER,))
 
 
+def _write_image_text_model(
+    model: ImageTextModel, finished: Finished, out: Path, metadata: dict[str, str]
+) -> Loading:  # fmt: skip
+    """Compared with the library's own forward pass, in whose texts a word stands in each of the image's places."""
+    kind: Any = type(model.body.net)
+    picture, word = _picture(model), model.body.placeholder
+    words = torch.arange(min(model.shape.text_length, model.shape.vocabulary))[None]
+    words = torch.where(words == word, 0, words)
+    memory = model.encode_images(picture)
+    expected = model.decode(memory, words)
+    _save_under_their_names(model.body.net, finished, out, metadata)
+    _write_json_of_pixels(finished, out)
+    ids = torch.cat([words[:, :1], words.new_full((1, memory.shape[1]), word), words[:, 1:]], dim=1)
+
+    def theirs() -> Tensor:
+        net = kind.from_pretrained(out, local_files_only=True).eval()
+        return net(input_ids=ids, pixel_values=picture).logits[:, memory.shape[1] :]
+
+    _must_agree(named_of(model.shape), expected, theirs)
+    program = (
+        f"from transformers import AutoImageProcessor, {kind.__name__}\n"
+        f'model = {kind.__name__}.from_pretrained("DIR").eval()\n'
+        'see = AutoImageProcessor.from_pretrained("DIR")\n'
+    )
+    place = f"The image stands behind the first token of a text, in {memory.shape[1]} places, with no words around it."
+    return Loading("transformers", program, (TOKENIZER, place))
+
+
 def _save_under_their_names(net: Any, finished: Finished, out: Path, metadata: dict[str, str]) -> None:
     net.save_pretrained(out, max_shard_size="1TB")
     # transformers chose the names. The same bytes are the same tensor.
@@ -136,12 +167,12 @@ def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
     model, tensors = finished.model, finished.tensors
     named = model.shape.named
     layers = [name.removesuffix(f".{DOWN}") for name in tensors if name.endswith(f".{DOWN}")]
-    if named is None or not isinstance(model, Classifier | NamedLanguageModel) or not layers:
+    if named is None or not isinstance(model, Classifier | NamedLanguageModel | ImageTextModel) or not layers:
         raise ExportError(
             'peft is the form of adapters (trainable "lora") of a language model of Hugging Face, or of a classifier '
             "on an encoder of timm or Hugging Face, and this run trained none; export it as timm, hf or safetensors"
         )
-    if isinstance(model, NamedLanguageModel):
+    if isinstance(model, NamedLanguageModel | ImageTextModel):
         kind, entries = type(model.body.net).__name__, WeightEntries()
         program = f'from transformers import {kind}\nbase = {kind}.from_pretrained("BASE")\n'
     elif named.library == "timm":

@@ -72,7 +72,8 @@ def _written(model: Captioner, memory: Tensor, text: TextEncoder, length: int, c
 def _next_logits(model: Captioner, memory: Tensor, tokens: Tensor, text: TextEncoder) -> Tensor:
     """[rows, vocabulary]; -inf for what may not be written."""
     logits = model.decode(memory, tokens)[:, -1].float()
-    logits[:, [text.start, text.pad]] = float("-inf")
+    # Some tokenizers have no padding, or begin with the token that ends.
+    logits[:, [token for token in {text.start, text.pad} if 0 <= token != text.end]] = float("-inf")
     return logits
 
 

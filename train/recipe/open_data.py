@@ -1,14 +1,16 @@
-"""Opens what a phase's data section names: indexes of records, parts of them, text encoders. Errors name the key."""
+"""Opens what a phase's data section names: indexes of records, parts of them, text encoders. Errors name the key.
+
+What brings PyTorch along is imported where it is used, so that the first look at a config goes without.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.fields import ClassFilter
-from murmuration.data.draw.node_placement import on_this_node
-from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.format import Handling
 from murmuration.data.index.open import open_index
@@ -18,22 +20,25 @@ from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.index.unit_table import UnitTable
 from murmuration.data.store.place import RecordIndex, ShardError, is_url
 from murmuration.data.store.remote import read_on_the_way
-from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.data.text.vocabulary import TokenizerError
-from murmuration.model.settings import Shape
+from murmuration.model.settings import ModelSettings, Shape
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.phase import TEXTUAL
 from murmuration.train.config.root import Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.recipe.labels import class_filter, leave_out
-from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartError
+
+if TYPE_CHECKING:
+    from murmuration.train.recipe.warm_start import WarmStart
 
 MOST_RECORD_DRIFT = 0.01
 DEMO = " (the demo's shards: python launch/prepare.py demo)"
 
 
 def open_data(phase: Phase, shape: Shape, where: str, classes: ClassList | None) -> RecordIndex:
+    from murmuration.train.recipe.warm_start import NoRecords
+
     data = phase.data
     if isinstance(data, CheckpointData):
         return NoRecords(open_start(data, f"{where}.data").digest)
@@ -43,6 +48,8 @@ def open_data(phase: Phase, shape: Shape, where: str, classes: ClassList | None)
 
 
 def open_start(data: CheckpointData, where: str) -> WarmStart:
+    from murmuration.train.recipe.warm_start import WarmStart, WarmStartError
+
     try:
         start = WarmStart.at(Path(data.path), data.take_head)
     except (WarmStartError, OSError) as error:
@@ -61,8 +68,12 @@ def open_records(
     """`data`: those of the phase, or those that it mixes in."""
     left_out = class_filter(data, phase.label, classes, where)
     if isinstance(data, SyntheticData):
+        from murmuration.data.synthetic.index import SyntheticIndex
+
         return SyntheticIndex(data.kind, data.records, data.seed, data.size or shape.image_size)
     if isinstance(data, StreamData):
+        from murmuration.data.draw.stream import StreamIndex
+
         try:
             stream = StreamIndex(data.path, data.lanes, data.buffer, data.reading.timeout_seconds)
         except ShardError as problem:
@@ -126,6 +137,8 @@ def _open_index(
     try:
         index = leave_out(open_index(path, excluded=excluded), left_out, where, needed)
         if node_shards is not None:
+            from murmuration.data.draw.node_placement import on_this_node
+
             return on_this_node(index, node_shards)
         index.check_unchanged()
         return index.numbered_by(classes) if classes is not None and isinstance(index, FolderIndex) else index
@@ -135,6 +148,8 @@ def _open_index(
 
 def hosts_of(index: RecordIndex) -> list[str]:
     """The stores that records are fetched from, and that see which ones are drawn."""
+    from murmuration.data.draw.stream import StreamIndex
+
     places = map(str, index.places) if isinstance(index, StreamIndex) else places_of(index)
     urls = [urlsplit(place) for place in places if is_url(place)]
     # Without the name and password that may precede the host.
@@ -151,12 +166,12 @@ def refuse_plain_http(index: RecordIndex, where: str) -> None:
             )
 
 
-def open_text(phase: Phase, shape: Shape, where: str) -> TextEncoder | None:
+def open_text(phase: Phase, shape: Shape | ModelSettings, where: str) -> TextEncoder | None:
     tokenizer = phase.tokenizer
     if phase.objective not in TEXTUAL or tokenizer is None:
         return None
     try:
-        text = TextEncoder(tokenizer, shape.text_length, shape.reads_texts and shape.named is not None)
+        text = TextEncoder(tokenizer, shape.text_length, shape.words_of_library)
     except TokenizerError as error:
         raise RecipeError(f"{where}.data.tokenizer: {error}") from None
     if text.vocabulary > shape.vocabulary:

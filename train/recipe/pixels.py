@@ -21,7 +21,7 @@ from murmuration.accounting.certificate.provenance import KEY as PROVENANCE
 from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.model.load_report import WeightsError
-from murmuration.model.named import LIBRARIES, PREPROCESSOR, statistics_of
+from murmuration.model.named import LIBRARIES, OF_IMAGES, PREPROCESSOR, PROCESSOR, statistics_of
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings
 from murmuration.model.warm_start import IMAGENET_PIXELS, source_of
 from murmuration.model.weight_files import NAMES, export_note, read_weights
@@ -131,7 +131,8 @@ def of_weights(path: Path) -> Told:
     if "architecture" in beside:
         return _timm(beside, str(folder / "config.json"))
     if "model_type" in beside:
-        return _hugging_face(_object(folder / "preprocessor_config.json"), str(folder / "preprocessor_config.json"))
+        found = _object(folder / PREPROCESSOR) or _object(folder / PROCESSOR).get(OF_IMAGES) or {}
+        return _hugging_face(found, str(folder / PREPROCESSOR))
     source = source_of(read_weights(path))
     return Told(IMAGENET, source, "") if source in IMAGENET_PIXELS else Told(None, f"no config.json beside {path}")
 

@@ -26,16 +26,10 @@ from murmuration.model.build import take_encoder
 from murmuration.model.load_report import LoadReport, WeightsError
 from murmuration.model.trainable import merged
 from murmuration.model.warm_start import initialise_from, initialise_with
-from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.weights_at_hand import EXPORTED, WarmStartError, require_weights
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Loaded
 from murmuration.train.storage.checkpoint_read import hash_of
 from murmuration.train.storage.run_dir import RunDir
-
-EXPORTED = "model.safetensors"
-
-
-class WarmStartError(RecipeError):
-    """The weights cannot be used; the message names the file and the reason."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +80,7 @@ class WarmStart:
 
     @staticmethod
     def at(path: Path, take_head: bool | None = None) -> WarmStart:
-        if not path.exists():
-            raise WarmStartError(f"{path} does not exist; name a run directory, an export, or a file of weights")
-        if path.is_dir() and not (path / EXPORTED).is_file() and not RunDir(path).checkpoints.is_dir():
-            raise WarmStartError(f"{path} has neither checkpoints nor {EXPORTED}; name a run directory or an export")
+        require_weights(path)
         ledger = path / "ledger.jsonl" if path.is_dir() else path.parent / "ledger.jsonl"
         try:
             history = History.read(ledger)[0] if ledger.is_file() else None

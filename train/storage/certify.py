@@ -146,8 +146,6 @@ def retire(root: Path) -> list[str]:
     """Closes the ledger of a run that will not continue, certifies what it spent, destroys its key; says what it did.
     Its trainer's own words, such as which machine it was, are not known here."""
     run_dir = RunDir(root)
-    if not run_dir.ledger.is_file():
-        raise LedgerError(f"there is no ledger in {root}; name a run directory")
     journal = Journal(Ledger.open(run_dir.ledger))
     try:
         name, secret, said = journal.history.run["name"], run_dir.key.parent, []

@@ -131,6 +131,18 @@ def _beside(folders: Sequence[Path], files: Sequence[tuple[Path, str]], whole: s
     ]
 
 
+def _places_of_stream(index: RecordIndex) -> tuple[Place, ...]:
+    """Of its shards, whose contents are not known; none for records that are made by rule."""
+    from murmuration.data.draw.stream import StreamIndex  # it brings PyTorch along
+
+    found = index.places if isinstance(index, StreamIndex) else ()
+    paths = [Path(os.path.realpath(place)) for place in found if isinstance(place, Path)]
+    if not paths:
+        return ()
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return tuple(_beside(folders_of(root, map(str, paths)), [(path, "") for path in paths]))
+
+
 @dataclass(frozen=True)
 class RunLog:
     """The log, in all the places where it is kept. `cut`: how the set is split of which these records are a part;
@@ -142,7 +154,6 @@ class RunLog:
 
     @staticmethod
     def of(index: RecordIndex, registry: str | None = None) -> RunLog:
-        from murmuration.data.draw.stream import StreamIndex
         from murmuration.data.index.folders import FolderIndex
         from murmuration.data.index.keyed_digest import folders_beside
         from murmuration.data.index.public_split import SplitIndex, whole_of
@@ -150,14 +161,8 @@ class RunLog:
 
         whole = whole_of(index)
         cut = index.cut if isinstance(index, SplitIndex) else None
-        if isinstance(whole, StreamIndex):  # its shards' contents are not known
-            paths = [Path(os.path.realpath(place)) for place in whole.places if isinstance(place, Path)]
-            if not paths:
-                return RunLog((), cut)
-            root = Path(os.path.commonpath([path.parent for path in paths]))
-            return RunLog(tuple(_beside(folders_of(root, map(str, paths)), [(path, "") for path in paths])), cut)
         if not isinstance(whole, ShardIndex | FolderIndex):
-            return RunLog((), cut)
+            return RunLog(_places_of_stream(whole), cut)
         folders = folders_beside(whole)
         contents = tuple(f"content {shard.sha256}" for shard in whole.shards if shard.records)
         names = tuple(f"name {shard.name}" for shard in whole.shards)
