@@ -19,7 +19,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="init.py",
         description="Write a first config for indexed data: python launch/init.py classify --data my-shards --out "
-        "my.json. Batch, steps and noise follow from the number of records by the rules that docs/recipes.md names.",
+        "my.json. Batch, steps and noise follow from the number of records; the file names the recipe of each rule.",
         epilog="The file says what each key is; docs/config-reference.md lists all others.",
     )
     parser.add_argument("goal", choices=("classify", "caption", "mae"), help="what the model learns from the records")

@@ -59,6 +59,8 @@ LOGGED = (
 DEVIATIONS = [
     "The training loop is a program of the user's own: what it computes from private records beside the private step, "
     "or makes of the summaries that steps return, is not covered.",
+    "Records are read by the user's own code. That each item is made of its own record alone (no mixture with others, "
+    "no memory of what was read before) was not looked at.",
     "The model is the user's own. Its forward() was given one record at a time, by construction, and could write "
     "nothing of it into a tensor that records share. Weights, buffers and the attributes of its modules were compared "
     "before and after every step; what it may keep elsewhere in Python (a global list, a file), or do through private "
