@@ -297,7 +297,7 @@ class ModelSettings(BaseModel):
             return self._named_language_model() if self.reads_texts else self._named(self.family)
         if self.family == "gpt2":
             if self.size not in (*TABLES["gpt2"], "custom"):
-                raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')
+                raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small, large or custom.')
             self._reads_text_alone(
                 {"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"}
             )

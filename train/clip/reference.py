@@ -100,8 +100,8 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 
 # Per-record gradients from Opacus's hooks: an independent engine, to check ours on models of plain layers.
 #
-# It runs one record after the other, and keeps all gradients in memory. Opacus hooks layers: a parameter outside of any,
-# such as a class token, has autograd's gradient of that one record. Tied weights are refused.
+# It runs one record after the other, and keeps all gradients in memory. Opacus hooks layers: a parameter outside of
+# them, such as a class token, has autograd's gradient of that one record. Tied weights are refused.
 
 
 class OpacusClip:
