@@ -125,6 +125,10 @@ def test_published_weights_are_evaluated_beside_the_runs(
     assert first["top-1"] is own["top-1"] is None and told["cost"] is None, "of a training that is not here"
     (trained,) = [row["measures"]["classify"]["values"][0] for row in found["rows"] if row["arm"] == "all"]
     assert first["classify"]["values"] == [trained] and own["classify"]["n"] == 1
+    wide, narrow = [
+        int.from_bytes((folder / each / "study.png").read_bytes()[16:20]) for each in ("published", "whole")
+    ]
+    assert wide == 2 * narrow, "two panels"
     scored = [json.loads((folder / "published" / "evaluations" / f"{name}-1.1" / "result.json").read_text())
               for name in ("published", "its_own_way")]  # fmt: skip
     assert [each["numbers"]["top-1"]["n"] for each in scored] == [20, 3]
