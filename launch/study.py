@@ -46,14 +46,15 @@ def main(argv: list[str] | None = None) -> int:
         study = load_study(arguments.study, arguments.set)
         out = (arguments.out or Path("runs") / "studies" / arguments.study.stem).absolute()
         runs = runs_of(study, out)
-        configs = require_sound(runs)
+        trained = [run for run in runs if run.weights is None]
+        configs = require_sound(trained)
         if arguments.dry_run:
             print(plan_in_words(study, runs, configs))
             return DONE
         from murmuration.evaluation.study.train_runs import Folder
 
         folder = Folder(out)
-        left = [(run, config) for run, config in zip(runs, configs, strict=True) if not folder.trained(run)]
+        left = [(run, config) for run, config in zip(trained, configs, strict=True) if not folder.trained(run)]
         require_budgets([config for _, config in left], {folder.id_of(run) for run, _ in left} - {None})
         folder.claim(runs)
     except (RunError, OSError) as error:

@@ -310,7 +310,7 @@ class ModelSettings(BaseModel):
             return self._named_image_text_model() if self.sees_and_writes else self._named(self.family)
         if self.family == "gpt2":
             if self.size not in (*TABLES["gpt2"], "custom"):
-                raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small or custom.')
+                raise SettingsError(f'family "gpt2" has no model.size "{self.size}"; choose small, large or custom.')
             self._has_only(
                 {"family", "size", "width", "depth", "heads", "text_length", "vocabulary", "init_seed"},
                 "since it reads text alone",

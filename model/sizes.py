@@ -98,8 +98,11 @@ RESNETS: dict[str, ResNet] = {
     "r152x4": ResNet(256, (3, 8, 36, 3)),
 }
 
-# The smallest published GPT-2. It sees no pictures; encoder and text decoder are one stack.
-GPT2: dict[str, Preset] = {"small": Preset(Stack(768, 12, 12), Stack(768, 12, 12), _PIXELS, patch_size=1)}
+# The published GPT-2 and GPT-2 Large. They see no pictures; encoder and text decoder are one stack.
+GPT2: dict[str, Preset] = {
+    name: Preset(stack, stack, _PIXELS, patch_size=1)
+    for name, stack in (("small", Stack(768, 12, 12)), ("large", Stack(1280, 36, 20)))
+}
 
 TABLES: dict[str, dict[str, Preset]] = {
     "mae": MAE, "captioner": CAPTIONER, "classifier": CLASSIFIER, "gpt2": GPT2,

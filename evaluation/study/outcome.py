@@ -19,6 +19,7 @@ from murmuration.evaluation.study.study_file import Measure, Run, Study, Value
 from murmuration.evaluation.study.train_runs import Folder, Trained
 
 COLOURS = ("#2563a8", "#c2410c", "#15803d", "#7c3aed", "#b91c1c", "#0e7490", "#a16207", "#4b5563")
+BARS_WITH_LEVEL_NAMES = 4
 
 
 def outcome_of(study: Study, runs: Sequence[Run], ended: Sequence[Trained], folder: Folder) -> dict[str, Any]:
@@ -30,7 +31,8 @@ def outcome_of(study: Study, runs: Sequence[Run], ended: Sequence[Trained], fold
             here = [each for each in ended if (each.run.arm, each.run.place) == (arm.name, place)]
             good = [each for each in here if each.fault is None]
             row: dict[str, Any] = {"arm": arm.name, "place": place, "runs": len(good), "failed": len(here) - len(good)}
-            numbers = [[each.numbers[measure.label] for each in good] for measure in study.measures]
+            labels = [measure.label for measure in study.measures]
+            numbers = [[each.numbers[label] for each in good if label in each.numbers] for label in labels]
             row["measures"] = {
                 measure.label: _summary(measure, values)
                 for measure, values in zip(study.measures, numbers, strict=True)
@@ -127,40 +129,49 @@ def write(study: Study, found: dict[str, Any], out: Path) -> None:
 
 
 def draw(study: Study, found: dict[str, Any]) -> bytes:
-    """The first measure: a line per arm with the deviation over seeds, or a bar per arm."""
+    """A panel for each of the first measures: a line per arm with the deviation over seeds, or a bar per arm."""
     from io import BytesIO
 
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    first = study.measures[0]
+    shown = study.measures[: study.panels]
     with rc_context({"font.size": 9}):
-        figure = Figure(figsize=(6, 4), dpi=150, layout="constrained")
-        axis: Any = figure.subplots()
-        for number, arm in enumerate(study.arms):
-            rows = [row for row in found["rows"] if row["arm"] == arm.name and row["measures"][first.label]]
-            heights = [row["measures"][first.label]["value"] for row in rows]
-            errors = [row["measures"][first.label]["sd"] for row in rows]
-            colour = COLOURS[number % len(COLOURS)]
-            if study.axis is None:
-                axis.bar([arm.name] * len(rows), heights, yerr=errors, color=colour, capsize=3)
-                continue
-            places = [_place(study, row["place"]) for row in rows]
-            axis.errorbar(places, heights, yerr=errors, color=colour, marker="o", capsize=3, label=arm.name)
-        axis.set_ylabel(first.label, parse_math=False)
-        axis.set_title(study.title, parse_math=False, fontsize=10)
-        axis.grid(alpha=0.3)
-        if study.axis is not None:
-            axis.set_xlabel(study.axis.label, parse_math=False)
-            if study.axis.scale == "log":
-                axis.set_xscale("log")
-            values = [_place(study, value) for value in study.axis.values]
-            axis.set_xticks(values, [_shown(value) for value in study.axis.values], minor=False)
-            axis.minorticks_off()
-            axis.legend()
+        figure = Figure(figsize=(6 * len(shown), 4), dpi=150, layout="constrained")
+        panels: Any = figure.subplots(1, len(shown), squeeze=False)
+        for measure, axis in zip(shown, panels[0], strict=True):
+            _panel(study, found, measure.label, axis)
+        figure.suptitle(study.title, parse_math=False, fontsize=10)
         buffer = BytesIO()
         figure.savefig(buffer, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def _panel(study: Study, found: dict[str, Any], label: str, axis: Any) -> None:
+    for number, arm in enumerate(study.arms):
+        rows = [row for row in found["rows"] if row["arm"] == arm.name and row["measures"][label]]
+        heights = [row["measures"][label]["value"] for row in rows]
+        errors = [row["measures"][label]["sd"] for row in rows]
+        colour = COLOURS[number % len(COLOURS)]
+        if study.axis is None:
+            axis.bar([arm.name] * len(rows), heights, yerr=errors, color=colour, capsize=3)
+            continue
+        places = [_place(study, row["place"]) for row in rows]
+        axis.errorbar(places, heights, yerr=errors, color=colour, marker="o", capsize=3, label=arm.name)
+    axis.set_ylabel(label, parse_math=False)
+    axis.grid(alpha=0.3)
+    if study.axis is None:
+        if len(study.arms) > BARS_WITH_LEVEL_NAMES:
+            for name in axis.get_xticklabels():
+                name.set(rotation=30, ha="right")
+        return
+    axis.set_xlabel(study.axis.label, parse_math=False)
+    if study.axis.scale == "log":
+        axis.set_xscale("log")
+    values = [_place(study, value) for value in study.axis.values]
+    axis.set_xticks(values, [_shown(value) for value in study.axis.values], minor=False)
+    axis.minorticks_off()
+    axis.legend()
 
 
 def _place(study: Study, value: Value) -> float:

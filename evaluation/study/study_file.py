@@ -13,7 +13,9 @@
 
 Every arm is trained at every value of the axis with every seed. An arm's `at` changes keys at one value: `"at": {"4":
 {"phases.1.schedule.peak": 1e-3}}`. `--set size=toy` puts the keys of that size over the others: those of `set` one by
-one, lists whole. Any other `--set` changes a key of the study, or of the config in all arms.
+one, lists whole. Any other `--set` changes a key of the study, or of the config in all arms. An arm with `weights` is
+not trained: it is what somebody has published, and is evaluated once. An arm with `measures` is measured by those
+alone, each in place of the study's of that label.
 """
 
 from __future__ import annotations
@@ -43,16 +45,6 @@ class Axis(Section):
     scale: Literal["linear", "log"] = Field(default="linear", description="How the figure spaces them.")
 
 
-class Arm(Section):
-    name: str = Field(pattern=NAME, description="The line of the figure.")
-    config: str | None = Field(default=None, description="Another config than the study's.")
-    set: dict[str, Any] = Field(default_factory=dict, description="Keys of the config that this arm changes.")
-    values: list[Value] | None = Field(default=None, description="The arm's own values on the axis.")
-    at: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Keys that this arm changes at one value of the axis, such as a rate."
-    )
-
-
 class Measure(Section):
     label: str = Field(pattern=NAME, description="What the table calls it.")
     metric: str | None = Field(
@@ -72,6 +64,20 @@ class Measure(Section):
         return self
 
 
+class Arm(Section):
+    name: str = Field(pattern=NAME, description="The line of the figure.")
+    config: str | None = Field(default=None, description="Another config than the study's.")
+    weights: str | None = Field(default=None, description="Published weights, which are evaluated and not trained.")
+    set: dict[str, Any] = Field(default_factory=dict, description="Keys of the config that this arm changes.")
+    values: list[Value] | None = Field(default=None, description="The arm's own values on the axis.")
+    at: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Keys that this arm changes at one value of the axis, such as a rate."
+    )
+    measures: list[Measure] | None = Field(
+        default=None, description="Its own instead of the study's of the same labels; it has no others."
+    )
+
+
 class Study(Section):
     title: str = Field(min_length=1, max_length=200, description="The heading of page and figure.")
     about: dict[str, str] = Field(default_factory=dict, description="Comments: sources, what to expect.")
@@ -80,7 +86,8 @@ class Study(Section):
     axis: Axis | None = Field(default=None, description="null: the figure has one bar per arm.")
     arms: list[Arm] = Field(min_length=1, description="The lines of the figure.")
     seeds: int = Field(default=1, ge=1, le=1000, description="Runs of each, with weights of seed 1, 2, … and own keys.")
-    measures: list[Measure] = Field(min_length=1, description="What is measured; the figure shows the first.")
+    measures: list[Measure] = Field(min_length=1, description="What is measured.")
+    panels: int = Field(default=1, ge=1, le=4, description="How many of the measures the figure shows, side by side.")
 
     @model_validator(mode="after")
     def _names_differ(self) -> Study:
@@ -90,9 +97,30 @@ class Study(Section):
         if self.axis is None and any(arm.values is not None for arm in self.arms):
             raise ValueError("an arm has values, and there is no axis; name one, or leave the values out")
         for arm in self.arms:
+            if strange := {measure.label for measure in arm.measures or []} - {each.label for each in self.measures}:
+                raise ValueError(
+                    f"arm {arm.name!r} measures {sorted(strange)[0]!r}, which the study does not; add it there"
+                )
+            if arm.weights is not None:
+                self._require_evaluated(arm)
             if unknown := set(arm.at) - {str(value) for value in self.values_of(arm)}:
                 raise ValueError(f"arm {arm.name!r} has `at` for {sorted(unknown)[0]!r}, which is no value of its axis")
         return self
+
+    def _require_evaluated(self, arm: Arm) -> None:
+        if self.axis is not None or arm.config is not None or arm.set or arm.at:
+            raise ValueError(
+                f"arm {arm.name!r} has weights, which nothing trains; leave out config, set, at and the axis"
+            )
+        if not any(self.measures_of(arm.name)):
+            raise ValueError(f"arm {arm.name!r} has weights, and no measure evaluates them; give one `evaluate`")
+
+    def measures_of(self, name: str) -> list[Measure | None]:
+        """An arm's, in the order of the study's; None where it has none, as published weights have of no training."""
+        arm = next(arm for arm in self.arms if arm.name == name)
+        own = {measure.label: measure for measure in (self.measures if arm.measures is None else arm.measures)}
+        found = [own.get(measure.label) for measure in self.measures]
+        return [None if arm.weights and each and each.evaluate is None else each for each in found]
 
     def values_of(self, arm: Arm) -> list[Value]:
         return [None] if self.axis is None else arm.values or self.axis.values
@@ -109,6 +137,8 @@ class Run:
     name: str
     config: Path
     overrides: tuple[str, ...]
+    weights: Path | None = None
+    """What is evaluated in place of a run."""
 
 
 def load_study(path: Path, overrides: list[str]) -> Study:
@@ -149,8 +179,9 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
     """Makes paths absolute: configs, those among the keys that are changed, and files among evaluations' arguments."""
     arms = [arm for arm in raw.get("arms", []) if isinstance(arm, dict)]
     for holder in (raw, *arms):
-        if isinstance(holder.get("config"), str):
-            holder["config"] = str(folder / holder["config"])
+        for name in ("config", "weights"):
+            if isinstance(holder.get(name), str):
+                holder[name] = str(folder / holder[name])
         at = holder.get("at")
         sections: list[Any] = [holder.get("set"), *(at.values() if isinstance(at, dict) else ())]
         for changed in (each for each in sections if isinstance(each, dict)):
@@ -158,7 +189,8 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
                 last = key.rpartition(".")[2]
                 if last in PATH_KEYS and is_local(last, value):
                     changed[key] = str(folder / value)
-    for measure in raw.get("measures", []):
+    measures = [each for holder in (raw, *arms) for each in holder.get("measures") or []]
+    for measure in measures:
         arguments: Any = measure.get("evaluate") if isinstance(measure, dict) else None
         for place, given in enumerate(arguments if isinstance(arguments, list) else []):
             if isinstance(given, str) and not given.startswith("-") and (folder / given).exists():
@@ -169,6 +201,10 @@ def runs_of(study: Study, out: Path) -> list[Run]:
     """In the order in which they are trained: one of every arm, then the others, so that what is wrong shows early."""
     found = []
     for arm in study.arms:
+        if arm.weights is not None:
+            name = re.sub(r"[^\w.-]+", "_", f"{arm.name}-1")
+            found.append(Run(arm.name, None, 1, name, Path(study.config), (), Path(arm.weights)))
+            continue
         for value in study.values_of(arm):
             for seed in range(1, study.seeds + 1):
                 changed = study.set | arm.set | arm.at.get(str(value), {})

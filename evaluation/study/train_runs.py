@@ -59,17 +59,24 @@ class Folder:
         file = self.root / "runs.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         for run in runs:
-            asked = [str(run.config), *run.overrides]
+            asked = [str(run.config), *run.overrides] if run.weights is None else [str(run.weights)]
             if known.setdefault(run.name, asked) != asked and self.of(run).exists():
                 raise EvaluationError(
                     f"{self.of(run)} was trained with other settings; name another --out, or remove it (its steps "
                     "stay charged to its records)"
+                )
+            elif known[run.name] != asked and any(self.evaluation(run, 0).parent.glob(f"{run.name}.*")):
+                raise EvaluationError(
+                    f"{run.name} was evaluated with other settings; name another --out, or remove "
+                    f"{self.evaluation(run, 0).parent / run.name}.*"
                 )
             known[run.name] = asked
         with atomic(file, 0o644) as written:
             written.write(json.dumps(known, indent=1).encode())
 
     def trained(self, run: Run) -> bool:
+        if run.weights is not None:
+            return True
         # A run whose budget was spent by steps made twice has a certificate, and not all of its steps.
         return (self.of(run) / "certificate.json").exists() and RunDir(self.of(run)).state().get("status") == "done"
 
@@ -145,12 +152,13 @@ def _commands(
         if code not in (DONE, RESUME_ME) or (resumed := resumed + 1) > MOST_RESUMES:
             yield code or BAD_INPUT
             return
-    for number, measure in enumerate(study.measures):
+    for number, measure in enumerate(study.measures_of(run.arm)):
         out = folder.evaluation(run, number)
-        if measure.evaluate is None or (out / "result.json").exists():
+        if measure is None or measure.evaluate is None or (out / "result.json").exists():
             continue
         protocol, *more = measure.evaluate
-        code = yield start(EVALUATE, [protocol, str(folder.of(run)), *more, "--out", str(out)], log)
+        subject = run.weights or folder.of(run)
+        code = yield start(EVALUATE, [protocol, str(subject), *more, "--out", str(out)], log)
         if code != DONE:
             yield code
             return
@@ -177,10 +185,12 @@ def _ended(
 
 
 def numbers_of(study: Study, run: Run, folder: Folder) -> dict[str, float]:
-    """What was measured, by the label of the measure, and the epsilon that the run claims."""
+    """What was measured, by the label of the measure."""
     found = {}
-    lines = whole_lines(RunDir(folder.of(run)).public_log)
-    for number, measure in enumerate(study.measures):
+    lines = [] if run.weights else whole_lines(RunDir(folder.of(run)).public_log)
+    for number, measure in enumerate(study.measures_of(run.arm)):
+        if measure is None:
+            continue
         if measure.metric is not None:
             had = [line[measure.metric] for line in lines if measure.metric in line]
             if not had:

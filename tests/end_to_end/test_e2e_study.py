@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
+from murmuration.evaluation.study import plan_runs
 from murmuration.evaluation.study.plan_runs import require_budgets, require_sound
 from murmuration.evaluation.study.study_file import load_study, runs_of
 from murmuration.evaluation.study.train_runs import Folder
@@ -29,6 +31,7 @@ from tests.support.evaluation_world import class_folders, class_list
 from tests.support.launching import ROOT, TIMEOUT, wait_for
 from tests.support.shipped_recipes import STUDIES
 
+TRANSFERS = ROOT / "ds_configs" / "transfer"
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 8,
     "model": {"family": "classifier", "image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "heads": 2,
@@ -103,6 +106,37 @@ def test_a_study_goes_on_past_a_lost_arm(folder: Path, found: dict[str, Any]) ->
     assert (folder / "whole" / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_published_weights_are_evaluated_beside_the_runs(
+    folder: Path, found: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are trained by nobody here: a run of the other study stands in for them."""
+    classify = STUDY["measures"][1]
+    weights = {"weights": "whole/runs/all-8-1"}
+    half = {**classify, "evaluate": [*classify["evaluate"], "--records", "3"]}
+    arms = [{"name": "published", **weights}, {"name": "its own way", **weights, "measures": [half]}]
+    study = {name: STUDY[name] for name in ("title", "config", "measures")} | {"arms": arms, "seeds": 2, "panels": 2}
+    (folder / "published.json").write_text(json.dumps(study))
+    call = [str(folder / "published.json"), "--out", str(folder / "published")]
+    script = [sys.executable, str(ROOT / "launch" / "study.py")]
+    done = forking.run([*script, *call, "--jobs", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((folder / "published" / "study.json").read_text())
+    first, own = [row["measures"] for row in told["rows"]]
+    assert first["top-1"] is own["top-1"] is None and told["cost"] is None, "of a training that is not here"
+    (trained,) = [row["measures"]["classify"]["values"][0] for row in found["rows"] if row["arm"] == "all"]
+    assert first["classify"]["values"] == [trained] and own["classify"]["n"] == 1
+    wide, narrow = [
+        int.from_bytes((folder / each / "study.png").read_bytes()[16:20]) for each in ("published", "whole")
+    ]
+    assert wide == 2 * narrow, "two panels"
+    scored = [json.loads((folder / "published" / "evaluations" / f"{name}-1.1" / "result.json").read_text())
+              for name in ("published", "its_own_way")]  # fmt: skip
+    assert [each["numbers"]["top-1"]["n"] for each in scored] == [20, 3]
+    assert main([*call, "--dry-run"]) == 0 and "evaluated: " in capsys.readouterr().out
+    assert main([*call, "--set", 'arms=[{"name": "published", "weights": "elsewhere"}]']) == 2
+    assert "published-1 was evaluated with other settings" in capsys.readouterr().err
+
+
 def test_a_run_whose_budget_was_spent_before_its_last_step_is_not_taken_as_trained(
     folder: Path, found: dict[str, Any]
 ) -> None:
@@ -165,6 +199,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (['arms=[{"name": "a"}, {"name": "a"}]'], "two arms have the same name; rename one"),
     (['measures=[{"label": "top-1"}]'], "give `metric`, or `evaluate` with `number`"),
     (['arms=[{"name": "a", "at": {"9": {}}}]'], "arm 'a' has `at` for '9', which is no value of its axis"),
+    (["axis=null", 'arms=[{"name": "a", "weights": "w", "set": {"x": 1}}]'], "has weights, which nothing trains"),
+    (["axis=null", 'arms=[{"name": "a", "weights": "w"}]', 'measures=[{"label": "b", "metric": "c"}]'],
+     "has weights, and no measure evaluates them"),
+    (['arms=[{"name": "a", "measures": [{"label": "b", "metric": "c"}]}]'], "measures 'b', which the study does not"),
     (["config=gone.json"], "there is no config file"),
     (["axis.values=[-1]"], "phases.0.privacy.epsilon = -1 is not usable"),
 ]  # fmt: skip
@@ -223,7 +261,10 @@ def test_a_study_that_would_exceed_the_budget_of_its_records_is_refused_before_i
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_a_shipped_study_is_sound_at_every_size(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shipped_study_is_sound_at_every_size(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_runs, "planned_hours", lambda *_: None)  # seconds of each model
     raw = json.loads(path.read_text())
     if "arms" not in raw:  # a config that only studies name
         assert load(path, []).phases
@@ -231,4 +272,20 @@ def test_a_shipped_study_is_sound_at_every_size(path: Path, capsys: pytest.Captu
     for size in (None, *raw.get("sizes", {})):
         chosen = [] if size is None else ["--set", f"size={size}"]
         assert main([str(path), "--dry-run", *chosen]) == 0
-        assert raw["title"] in capsys.readouterr().out
+        titled = raw if size is None else raw | raw["sizes"][size]
+        assert titled["title"] in capsys.readouterr().out
+
+
+def test_a_dry_run_plans_the_hours_that_a_recipe_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each run, whatever its budget, and of all; of runs without GPUs none."""
+    study = ROOT / "ds_configs" / "studies" / "mehta_epsilon.json"
+    said = {name: re.findall(r"([\d.]+) GPU-hours", load(TRANSFERS / f"transfer_vitb_{name}.json", []).about.hardware)
+            for name in ("last", "full")}  # fmt: skip
+    assert main([str(study), "--dry-run", "--set", "axis.values=[1, 8]", "--set", "seeds=2"]) == 0
+    told = capsys.readouterr().out
+    for name, part in (("last layer", "last"), ("all layers", "full")):
+        assert told.count(f", {said[part][0]} GPU-hours") == 2, (name, told)
+    whole = 4 * sum(float(hours) for (hours,) in said.values())
+    (planned,) = re.findall(r"^([\d.]+) GPU-hours in all, planned on 8 GPUs", told, re.MULTILINE)
+    assert float(planned) == pytest.approx(whole, rel=0.05)
+    assert main([str(study), "--dry-run", "--set", "size=cifar"]) == 0 and "GPU-hours" not in capsys.readouterr().out

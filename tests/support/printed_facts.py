@@ -204,6 +204,15 @@ PRINTED: list[Fact] = [
     *facts(BU, "gpt2_1pct", phases__0__data__public_fraction=0.01),
     *facts(BU, "gpt2_10pct", phases__0__data__public_fraction=0.1),
     *facts(
+        BU, "fourway_gpt2_large",
+        model__family="gpt2", model__size="large", last__schedule__peak=Among((1e-4, 5e-4)), public_set="codeparrot",
+    ),
+    *facts(
+        BU, "fourway_vitl_cifar100",
+        model__family="classifier", model__size="large", model__classes=100, last__epochs=5,
+        last__schedule__peak=Among((5e-5, 5e-4)), last__data__expected_records=50_000,
+    ),
+    *facts(
         BU_CODE, "finetune_*",
         last__privacy__epsilon=8, last__privacy__delta="1/n", last__privacy__expected_batch=1000, last__epochs=5,
         last__privacy__clip__kind="automatic", last__privacy__clip__gamma=0.01, last__optimizer__type="Adam",

@@ -190,8 +190,6 @@ def test_opacus_agrees_on_a_vision_transformer() -> None:
             self.vit = timm.create_model(
                 "vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=5
             )
-            self.vit.cls_token.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue]
-            self.vit.pos_embed.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue]
 
         def forward(self, inputs: Any) -> Tensor:
             return F.cross_entropy(self.vit(inputs["images"]), inputs["label"], reduction="none")
@@ -207,8 +205,30 @@ def test_opacus_agrees_on_a_vision_transformer() -> None:
     found, ours = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
     assert apart(found, expected) < 1e-6 and bool((ours.factors[[0, 1, 3, 5]] < 1).any())
     assert torch.allclose(ours.factors.double(), theirs.factors.double(), rtol=1e-5)
-    with pytest.raises(ClipError, match="Opacus has no per-record gradients"):
-        peer.prepare(build(SHAPE, "mae"))
+
+
+@pytest.mark.parametrize("objective", ["mae", "caption", "classify"])
+def test_opacus_agrees_on_our_models(objective: Literal["mae", "caption", "classify"]) -> None:
+    """Class and mask tokens lie outside of the layers that it hooks."""
+    model, inputs, present = build(SHAPE, objective), nano_inputs(objective, 5), torch.arange(5) != 1
+    if objective == "classify":
+        inputs = {"images": inputs["images"], "labels": torch.arange(5) % 3}
+        nn.init.normal_(model.head.weight)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    peer = OpacusClip(FLAT)
+    peer.prepare(model)
+    expected, theirs = clipped_totals(peer, model, inputs, present)
+    found, ours = clipped_totals(BookKeepingClip(FLAT), model, inputs, present)
+    tokens = [name for name in ("cls_token", "mask_token") if name in expected]
+    assert apart(found, expected) < 1e-6 and all(bool(expected[name].any()) for name in tokens)
+    assert tokens or objective == "caption", "whose class token is frozen"
+    torch.testing.assert_close(ours.factors.double(), theirs.factors.double(), rtol=1e-5, atol=0)
+
+
+def test_opacus_has_no_gradients_for_tied_weights() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    with pytest.raises(ClipError, match="Opacus has no per-record gradients for weights that are tied"):
+        OpacusClip(FLAT).prepare(model)
 
 
 @pytest.mark.parametrize("shared", ["weight and bias", "bias"])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -75,9 +75,10 @@ def test_its_losses_are_those_of_the_library() -> None:
     torch.testing.assert_close(doubled, 2 * found)
 
 
-def test_the_published_size_is_that_of_gpt_2() -> None:
-    settings = ModelSettings(family="gpt2", size="small", text_length=1024, vocabulary=50257)
-    assert sum(p.numel() for p in build(settings, "text", "meta").parameters()) == 124_439_808
+@pytest.mark.parametrize(("size", "published"), [("small", 124_439_808), ("large", 774_030_080)])
+def test_the_published_sizes_are_those_of_gpt_2(size: Literal["small", "large"], published: int) -> None:
+    settings = ModelSettings(family="gpt2", size=size, text_length=1024, vocabulary=50257)
+    assert sum(p.numel() for p in build(settings, "text", "meta").parameters()) == published
 
 
 def test_the_first_weights_are_the_seeds_and_nothing_elses() -> None:

@@ -17,6 +17,7 @@ from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.launch import prepare as prepare_command
+from murmuration.train.commands import train as train_command
 from murmuration.train.commands.train import main as train
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.config.root import Config
@@ -328,3 +329,15 @@ def test_nothing_is_public_because_nobody_said_anything(
 
 def test_weights_may_be_said_to_be_nobodys_but_public(loaded: Callable[..., Config]) -> None:
     assert not loaded(with_start(public=False)).phases[0].data.public
+
+
+def test_a_start_warns_of_a_private_phase_that_measures_nothing_on_public_records(
+    world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_command, "_run", lambda *_: None)
+    warned = "warning: phases.0: nothing is measured while it trains, so nobody will see whether it learns"
+    held_out = {"evaluation": {"path": "held", "public": True}}
+    for phase, told in ((PRIVATE, 1), (PRIVATE | held_out, 0)):
+        config_of(world, phase)
+        train(["--config", str(world / "config.json")])
+        assert capsys.readouterr().err.count(warned) == told

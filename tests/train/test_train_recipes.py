@@ -42,7 +42,9 @@ from tests.support.printed_facts import (
 )
 from tests.support.shipped_recipes import COUNTS, FILES, IMAGENET, PLANS, ROOT, SIGMAS, VARIANTS, private_phase
 
-PUBLIC = {f"pretrain_{body}" for body in ("vitb", "vitl", "vith", "r50x4", "r152x4")}
+PUBLIC = {f"pretrain_{body}" for body in ("vitb", "vitl", "vith", "r50x4", "r152x4")} | {
+    "fourway_gpt2_large", "fourway_vitl_cifar100",
+}  # fmt: skip
 
 
 @functools.cache
@@ -216,8 +218,15 @@ def test_no_private_phase_trains_blind(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_pre_training_is_public_and_promises_nothing(name: str) -> None:
-    text = shown(name)
-    assert "on public data; batch 4096" in text and "epsilon  " not in text
+    text, config = shown(name), load(FILES[name], [])
+    assert f"on public data; batch {config.phases[-1].batch}" in text and "epsilon  " not in text
+    assert config.phases[-1].evaluation is not None
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_recipe_that_pretrains_says_on_what_it_measures(name: str) -> None:
+    adapts = ("transfer_", "finetune_", "demo", "vip_finetune", "dpcap_finetune")
+    assert name.startswith(adapts) or "; while it trains, " in load(FILES[name], []).about.expect
 
 
 def test_a_recipe_without_its_data_names_them_and_the_command_that_indexes_them() -> None:

@@ -100,8 +100,8 @@ def _norms(gradients: list[Tensor]) -> Tensor:
 
 # Per-record gradients from Opacus's hooks: an independent engine, to check ours on models of plain layers.
 #
-# It runs one record after the other, and keeps all gradients in memory. It refuses what Opacus cannot handle: bare
-# parameters, tied weights.
+# It runs one record after the other, and keeps all gradients in memory. Opacus hooks layers: a parameter outside of
+# them, such as a class token, has autograd's gradient of that one record. Tied weights are refused.
 
 
 class OpacusClip:
@@ -112,17 +112,10 @@ class OpacusClip:
     def prepare(self, model: nn.Module) -> None:
         if self.rule.grouping != "all":
             raise ClipError("the Opacus engine clips all parameters together; set privacy.clip.groups to 'all'")
-        tied = len(list(model.named_parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
-        bare = [
-            name
-            for name, module in model.named_modules()
-            if any(p.requires_grad for p in module.parameters(recurse=False))
-            and any(True for _ in module.children())  # a leaf without a rule is run by Opacus through functorch
-        ]
-        if tied or bare:
-            what = "weights that are tied" if tied else f"parameters of {bare[0] or 'the model itself'}"
+        if len(list(model.named_parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
             raise ClipError(
-                f'Opacus has no per-record gradients for {what}; use run.clip_engine = "book-keeping" or "reference"'
+                "Opacus has no per-record gradients for weights that are tied; "
+                'use run.clip_engine = "book-keeping" or "reference"'
             )
 
     def add_clipped(
@@ -135,7 +128,15 @@ class OpacusClip:
         found: dict[str, list[Tensor]] = {name: [] for name in trained}
         from opacus.grad_sample import GradSampleModule  # takes seconds
 
+        outside = [
+            p for module in model.modules() if any(True for _ in module.children())
+            for p in module.parameters(recurse=False) if p.requires_grad
+        ]  # fmt: skip
+        for p in outside:  # it hooks the modules that have trained parameters of their own
+            p.requires_grad_(False)
         hooked = GradSampleModule(model, loss_reduction="sum")
+        for p in outside:
+            p.requires_grad_(True)
         try:
             for record in range(len(present)):  # forward() is given no other
                 alone = of_slots(inputs, torch.tensor([record], device=present.device), len(present))
@@ -143,7 +144,9 @@ class OpacusClip:
                 loss.sum().backward()
                 losses.append(loss.detach())
                 for name, p in trained.items():
-                    found[name].append(p.grad_sample.double().sum(0))  # pyright: ignore[reportAttributeAccessIssue]
+                    sample = getattr(p, "grad_sample", None)
+                    gradient = p.grad if sample is None else sample.sum(0)
+                    found[name].append(torch.zeros_like(p).double() if gradient is None else gradient.double())
                     p.grad = p.grad_sample = None  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             for p in model.parameters():

@@ -6,6 +6,7 @@ Needs neither the data (`expected_records` stands in for them) nor memory for th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -92,7 +93,11 @@ class PhaseForecast:
         return None if self.days is None else self.days * 24 * cluster.gpus
 
 
-def forecast(config: Config, cluster: Cluster, records_per_second: float | None = None) -> list[PhaseForecast]:
+def forecast(
+    config: Config, cluster: Cluster, records_per_second: float | None = None, *,
+    counting: Callable[[Config, Phase], tuple[RecordCost, WeightCounts]] | None = None, priced: bool = True,
+) -> list[PhaseForecast]:  # fmt: skip
+    """`counting` stands in for `counted`. `priced`: whether ε is computed."""
     if config.run.engine == "local":
         raise PlannerError("the planner supports run.engine = 'deepspeed' and 'fsdp2', not 'local'")
     if config.run.engine == "fsdp2":
@@ -104,12 +109,13 @@ def forecast(config: Config, cluster: Cluster, records_per_second: float | None 
     found = []
     for number, phase in enumerate(config.phases):
         if phase.trains:
-            found.append(_of_phase(config, number, phase, cluster, records_per_second))
+            found.append(_of_phase(config, number, phase, cluster, records_per_second, counting or counted, priced))
     return found
 
 
 def _of_phase(
-    config: Config, number: int, phase: Phase, cluster: Cluster, records_per_second: float | None
+    config: Config, number: int, phase: Phase, cluster: Cluster, records_per_second: float | None,
+    counting: Callable[[Config, Phase], tuple[RecordCost, WeightCounts]], priced: bool,
 ) -> PhaseForecast:  # fmt: skip
     where = f"phases.{number}"
     records = known_records(phase, where)[0]
@@ -119,7 +125,7 @@ def _of_phase(
     mixed = phase.mixing.batch if phase.mixing else 0
     if plan is not None:
         cluster = replace(cluster, noise_per_second=cluster.noise_per_second / plan.noise.draws)
-    cost, weights = counted(config, phase)
+    cost, weights = counting(config, phase)
     per_record = 4.0 * weights.trainable if plan and config.run.clip_engine != "book-keeping" else 0.0
     given = config.train_micro_batch_size_per_gpu
     run, privacy, gpus = config.run, phase.privacy, cluster.gpus
@@ -143,7 +149,7 @@ def _of_phase(
             cost, weights, cluster, batch, micro_batch, chosen.stage, records_per_second, mixed, chosen.ranks_per_copy
         )
     epsilons: list[tuple[int, float]] = []
-    if plan is not None:
+    if plan is not None and priced:
         marks = sorted({max(1, round(plan.steps * part / MARKS)) for part in range(1, MARKS + 1)})
         epsilons = [(t, epsilon([plan.event(plan.sampling.turns(t))], plan.delta)) for t in marks]
     found = PhaseForecast(
@@ -211,7 +217,7 @@ def advice(found: PhaseForecast, wanted: int, cluster: Cluster) -> list[str]:
         lines.append(f"{share:.0%} of a step is exchange: fewer GPUs, a larger batch, a faster link{other}")
     if found.time.noise > found.time.compute:
         lines.append('drawing the noise takes longer than computing: run.noise = "chacha20" draws on the device')
-    if found.plan is not None and found.epsilons[-1][1] > found.plan.epsilon_budget:
+    if found.plan is not None and found.epsilons and found.epsilons[-1][1] > found.plan.epsilon_budget:
         lines.append("the budget ends the phase before its last step: lower steps, raise noise_multiplier or epsilon")
     larger = found.batch.even(cluster.gpus, found.chosen.micro_batch)
     if not lines and larger >= 2 * wanted and found.batch.padding(cluster.gpus, larger) <= PADDING:
