@@ -39,8 +39,6 @@ def world(tmp_path: Path) -> Path:
 def run(world: Path, *command: str, code: int = 0) -> str:
     """A command as a user types it, in the folder of the pictures."""
     script, *arguments = command
-    if script == "train.py":  # counting what a record takes is most of a short start
-        arguments += ["--set", "train_micro_batch_size_per_gpu=2"]
     call = [script] if script == "deepspeed" else [sys.executable, str(ROOT / "launch" / script)]
     start = subprocess.run if script == "deepspeed" else forking.run
     done = start([*call, *arguments], cwd=world, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
