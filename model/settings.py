@@ -123,9 +123,9 @@ class PixelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    mean: Channels = Field(description="Subtracted from a pixel.")
+    mean: Channels = Field(description="Subtracted from pixels.")
     std: Annotated[tuple[Deviation, Deviation, Deviation], BeforeValidator(_as_tuple)] = Field(
-        description="Then divides it."
+        description="Then divides them."
     )
 
 
@@ -138,75 +138,68 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    family: Family = Field(
-        description="Kind of model. timm and hf: an encoder named by `name`; hf also a causal language model; gpt2: a "
-        "language model."
-    )
+    family: Family = Field(description="timm, hf: the encoder `name`; hf also a causal language model.")
     name: str | None = Field(
         default=None,
-        description="timm, hf: timm's name, such as `vit_small_patch14_dinov2.lvd142m`, or the folder of a "
-        "config.json.",
+        description="timm's name, such as `vit_small_patch14_dinov2.lvd142m`, or the folder of a config.json.",
     )
     model_args: dict[str, Any] | None = Field(
         default=None,
-        description="timm, hf: arguments of timm's constructor, or keys that replace those of config.json.",
+        description="Arguments of timm's constructor, or keys of config.json.",
     )
-    size: Size = Field(default="custom", description="A published size, or custom, by the numbers below.")
+    size: Size = Field(default="custom", description="A published size; custom: the numbers below.")
     pixels: NamedPixels | PixelSettings | None = Field(
         default=None,
-        description="Mean and deviation of pixels. half: both 0.5; null: the initial weights', imagenet without any.",
+        description="Normalisation. half: 0.5 and 0.5; null: the initial weights', else imagenet.",
     )
     image_size: int = Field(
         default=224,
         gt=0,
         le=MOST_PIXELS,
-        description="Side of the image, in pixels; timm and hf default to the named model's.",
+        description="Side of the image in pixels; timm, hf: the named model's.",
     )
     patch_size: int = Field(
         default=16,
         gt=0,
         le=MOST_PIXELS,
-        description="Side of a patch, in pixels; 14 by default if size is huge.",
+        description="Side of a patch in pixels; huge: 14.",
     )
     width: int | None = Field(
         default=None,
         gt=0,
         le=MOST_WIDTH,
-        description="Width of the encoder, or of a ResNet's stem; null: that of the size.",
+        description="Of the encoder, or a ResNet's stem; null: by `size`.",
     )
-    depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Blocks of the encoder; null: that of the size."
-    )
+    depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS, description="Encoder blocks; null: by `size`.")
     heads: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the encoder; null: that of the size."
+        default=None, gt=0, le=MOST_WIDTH, description="Encoder attention heads; null: by `size`."
     )
     decoder_width: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Width of the text decoder; null: that of the size."
+        default=None, gt=0, le=MOST_WIDTH, description="Of the text decoder; null: by `size`."
     )
     decoder_depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Blocks of the text decoder; null: that of the size."
+        default=None, gt=0, le=MOST_BLOCKS, description="Text decoder blocks; null: by `size`."
     )
     decoder_heads: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the text decoder; null: that of the size."
+        default=None, gt=0, le=MOST_WIDTH, description="Text decoder attention heads; null: by `size`."
     )
     mae_decoder_width: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Width of the pixel decoder; null: that of the size."
+        default=None, gt=0, le=MOST_WIDTH, description="Of the pixel decoder; null: by `size`."
     )
     mae_decoder_depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Blocks of the pixel decoder; null: that of the size."
+        default=None, gt=0, le=MOST_BLOCKS, description="Pixel decoder blocks; null: by `size`."
     )
     mae_decoder_heads: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Attention heads of the pixel decoder; null: that of the size."
+        default=None, gt=0, le=MOST_WIDTH, description="Pixel decoder attention heads; null: by `size`."
     )
     text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption or text.")
-    vocabulary: int = Field(default=32768, ge=4, le=MOST_WORDS, description="Tokens in the vocabulary of captions.")
+    vocabulary: int = Field(default=32768, ge=4, le=MOST_WORDS, description="Tokens in the vocabulary.")
     mask_ratio: float = Field(
-        default=0.75, ge=0.0, lt=1.0, description="Share of the patches that the masked autoencoder removes."
+        default=0.75, ge=0.0, lt=1.0, description="Share of patches that the masked autoencoder removes."
     )
     qkv_bias: bool | None = Field(
         default=None,
-        description="Biases on the encoder's query-key-value projection; null: as published, with them for the MAE "
-        "alone.",
+        description="Biases on the encoder's query-key-value projection; null: only in the MAE, as published.",
     )
     decoder_bias: bool | None = Field(default=None, description="Biases in the text decoder; null: as published.")
     decoder_activation: Activation | None = Field(
@@ -214,30 +207,28 @@ class ModelSettings(BaseModel):
     )
     positions: Positions | None = Field(
         default=None,
-        description="sincos: fixed tables; learned: trained; null: learned for classifiers, else sincos.",
+        description="sincos: fixed tables; null: learned for classifiers, else sincos.",
     )
     pooling: Pooling | None = Field(
         default=None,
-        description="Classification features: the class token, or the mean of the patches; null: class for "
-        "classifiers, else mean.",
+        description="Features: class token or mean patch; null: class for classifiers, else mean.",
     )
     classes: int = Field(default=1000, gt=0, le=MOST_WORDS, description="Number of classes.")
-    classify_loss: Loss = Field(default="softmax", description="sigmoid: one yes-or-no question per class, summed.")
+    classify_loss: Loss = Field(default="softmax", description="sigmoid: summed over classes.")
     head_scale: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="The head's weights start as N(0, scale²/inputs); 0: zeros, 1: LeCun's.",
+        description="Head weights start as N(0, scale²/inputs).",
     )
     head_bias: float | None = Field(
         default=None,
         allow_inf_nan=False,
-        description="Initial bias of every class; null: -10 for sigmoid, 0 for softmax.",
+        description="Initial bias; null: -10 for sigmoid, 0 for softmax.",
     )
     class_weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(_as_weights)] = Field(
         default=None,
-        description="Public numbers, one per class, that multiply losses before clipping; never from counts of "
-        "private records.",
+        description="Public numbers, one per class, that multiply losses before clipping.",
     )
     stages: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = Field(
         default=None, min_length=1, max_length=4, description="Blocks per stage; makes the classifier a ResNet."
@@ -246,15 +237,15 @@ class ModelSettings(BaseModel):
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="Stochastic depth: rate of the encoder's last block, growing evenly from 0 at the first.",
+        description="Stochastic depth: rate of the encoder's last block, rising from 0.",
     )
     dropout: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="Rate after attention and in MLPs; masks are keyed by record.",
+        description="Rate after attention and in MLPs.",
     )
-    init_seed: int = Field(default=0, ge=0, description="Public seed of the initial weights alone.")
+    init_seed: int = Field(default=0, ge=0, description="Public seed of the initial weights.")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,7 @@
 """What `.ci/run` does with the machine that it finds: everything, or what fits into an hour.
 
-On a slow machine the lint gates, the core and one test of each end-to-end file always run. The rest and the tests with
-the oldest kernels are dealt into shares by what the files take in `times.json`; each commit runs the next share.
+On a slow machine the lint gates, the core and one test of each end-to-end file always run. The rest and
+`make test-oldest` are dealt into shares by what the files take in `times.json`; each commit runs the next share.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Plan:
     def steps(self) -> list[list[str]]:
         """What `make` is called with; TEST_SHARE is in its environment."""
         if self.shares == 1:  # in one call, since test-full begins with test: nothing runs twice
-            return [["test", "test-full", "test-kernels"]]
-        return [["test"], ["test-rest"], ["test-kernels"]]
+            return [["test", "test-full", "test-oldest"]]
+        return [["test"], ["test-rest"], ["test-oldest"]]
 
     def text(self) -> str:
         head = f"{self.cores} core{'s' * (self.cores > 1)}, {self.slower:.2f} times the seconds of the table's machine"
@@ -50,16 +50,16 @@ class Plan:
             return f"{head}: everything runs, in about {self.minutes:.0f} minutes"
         return (
             f"{head}: everything would take {self.whole:.0f} minutes, so this commit runs lint, the core, each "
-            f"end-to-end file once and share {self.share + 1} of {self.shares} of the rest and of the oldest kernels, "
-            f"in about {self.minutes:.0f}"
+            f"end-to-end file once and share {self.share + 1} of {self.shares} of the rest and of test-oldest, in "
+            f"about {self.minutes:.0f}"
         )
 
     def left_out(self) -> str:
         if self.shares == 1:
             return "the slow tests (make test-slow)"
         return (
-            f"the other {self.shares - 1} of {self.shares} shares of the rest and of the oldest kernels, which the "
-            "next commits run, and the slow tests (make test-slow)"
+            f"the other {self.shares - 1} of {self.shares} shares of the rest and of test-oldest, which the next "
+            "commits run, and the slow tests (make test-slow)"
         )
 
 
@@ -75,7 +75,7 @@ def planned(table: Times, own_unit: float, cores: int, number: int, files: int) 
     once = minutes("end to end") * min(1.0, files / count)
     begun = COLLECTION * slower / 60
     fixed = minutes("lint") + minutes("core") + 2 * begun
-    rest = minutes("units") + minutes("end to end") + minutes("oldest kernels")
+    rest = minutes("units") + minutes("end to end") + minutes("oldest")
     whole = fixed + rest + 3 * begun
     if whole <= MINUTES * USED:
         return Plan(cores, slower, whole, whole)

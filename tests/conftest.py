@@ -67,14 +67,21 @@ CORE_FILES = {
 PARTLY_CORE_FILES = [
     "train/test_train_clip_parity.py", "train/test_train_clip_parity_half.py", "end_to_end/test_e2e_kills.py",
 ]  # fmt: skip
-
+# What comes of many roundings: with the oldest kernels and packages all of these run, not only those of the core.
+ARITHMETIC_FILES = [
+    "accounting/test_acc_composition.py", "train/test_train_noise.py", "train/test_train_noise_bits.py",
+    "train/test_train_sums.py", "train/test_train_clip_norms.py", "train/test_train_clip_rule.py",
+    "train/test_train_clip_parity_half.py", "train/test_train_engines.py", "train/test_train_step.py",
+    "train/test_train_sensitivity.py", "train/test_train_optim.py",
+]  # fmt: skip
 
 WHOLLY = {TESTS / name for names in CORE_FILES.values() for name in names}
 PARTLY = {TESTS / name for name in PARTLY_CORE_FILES}
+ARITHMETIC = {TESTS / name for name in ARITHMETIC_FILES}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    lost = sorted(str(path) for path in WHOLLY | PARTLY if not path.exists())
+    lost = sorted(str(path) for path in WHOLLY | PARTLY | ARITHMETIC if not path.exists())
     if lost:
         raise pytest.UsageError(f"tests/conftest.py names core files that do not exist: {', '.join(lost)}")
     if cpu_seconds.WANTED in os.environ:
@@ -85,9 +92,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`-m core` does not import the other files: that alone would take as long as the core."""
-    core_alone = config.getoption("markexpr").startswith("core")
-    other = collection_path.name.startswith("test_") and collection_path not in WHOLLY | PARTLY
-    return True if core_alone and other else None  # None: as pytest decides
+    if not (wanted := config.getoption("markexpr").lstrip("(")).startswith("core"):
+        return None  # as pytest decides
+    chosen = WHOLLY | PARTLY | (ARITHMETIC if "arithmetic" in wanted else set())
+    return True if collection_path.name.startswith("test_") and collection_path not in chosen else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,6 +107,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
         if item.path in WHOLLY and not item.get_closest_marker("rest"):
             item.add_marker("core")
+        if item.path in ARITHMETIC:
+            item.add_marker("arithmetic")
         if item.path.is_relative_to(TESTS / "contrib"):  # what no recipe uses is tried by `make test-slow` alone
             item.add_marker("slow")
     # What takes longest begins first, or one core would still be at it when the others are done.

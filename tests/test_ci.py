@@ -16,14 +16,14 @@ from tests.times import Times, dealt
 
 GROUPS = {
     "lint": [0, 60.0], "core": [1900, 400.0], "units": [1000, 1200.0], "end to end": [200, 1000.0],
-    "oldest kernels": [400, 300.0], "start and imports": [0, 100.0],
+    "oldest": [400, 300.0], "start and imports": [0, 100.0],
 }  # fmt: skip
 TABLE = Times(2.0, GROUPS, {"train/test_a.py::one": 5.0})
 
 
 def test_a_fast_machine_runs_everything_and_a_slow_one_what_fits() -> None:
     fast = ci.planned(TABLE, 2.0, 2, 7, 50)
-    assert fast.shares == 1 and fast.steps() == [["test", "test-full", "test-kernels"]]
+    assert fast.shares == 1 and fast.steps() == [["test", "test-full", "test-oldest"]]
     assert "everything runs" in fast.text() and "slow tests" in fast.left_out()
     for own_unit, cores in ((8.0, 2), (3.0, 1), (5.0, 1)):
         slow = ci.planned(TABLE, own_unit, cores, 7, 50)
@@ -95,7 +95,7 @@ def test_a_failure_is_the_exit_code_and_all_the_rest_runs_as_well(
     first, *_, last = capfdbinary.readouterr().out.decode().splitlines()
     assert first.startswith("speed: 10.00 s") and "1 core, 5.00 times" in first
     assert last.startswith(
-        "failed in make test-rest: 12 passed, 1 failed. Ran: make test test-rest test-kernels. Not run:"
+        "failed in make test-rest: 12 passed, 1 failed. Ran: make test test-rest test-oldest. Not run:"
     )
     assert "shares" in last
     calls = (tmp_path / "make.called").read_text().splitlines()

@@ -70,6 +70,7 @@ def test_constraints_pin_versions_and_hashes_without_addresses() -> None:
     assert not [name for name in left if re.match("nvidia|cuda|torch", name)]
 
 
+@pytest.mark.rest
 def test_what_set_up_installs_is_compared_with_its_hash(tmp_path: Path) -> None:
     """A file of another content, under the name and the version that is asked for."""
     name, version, info = "braceexpand", "0.1.7", "braceexpand-0.1.7.dist-info"

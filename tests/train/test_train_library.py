@@ -331,9 +331,23 @@ class Sketching(optim.SGD):
             self.state[each]["row"] = each.grad.sum(0)
 
 
+class Counting(optim.SGD):
+    """Counts its own calls, and moves by the number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self._calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self._calls += 1
+        for each in self.param_groups[0]["params"]:
+            each.data -= self._calls * each.grad
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
+        (Counting, "Counting keeps _calls, which a checkpoint of shards cannot hold"),
         (optim.LBFGS, "step.. needs no closure, but failed"),
         (optim.SparseAdam, "failed"),
         (lambda parameters: None, "must return a torch.optim optimizer"),

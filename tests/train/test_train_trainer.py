@@ -143,33 +143,40 @@ def test_a_log_line_finds_its_epsilon_ready(tmp_path: Path, monkeypatch: pytest.
     journal = begin(tmp_path, SAMPLED)
     train(journal, range(1, 1 + EVERY), SAMPLED)  # the ledger computes what the first steps may spend
     seen, spent = computed(monkeypatch), Spent(lambda: journal.history, 50.0, EVERY)
-    found = [spent()]
-    for first in range(1 + EVERY, 4 * EVERY, EVERY):
-        train(journal, range(first, first + EVERY), SAMPLED)
-        found.append(spent())
+    end = 4 * EVERY - 1
+    found = [spent(end - EVERY)]
+    for first in range(1 + EVERY, end, EVERY):
+        last = min(first + EVERY - 1, end)
+        train(journal, range(first, last + 1), SAMPLED)
+        found.append(spent(end - last))
     main = threading.current_thread().name
     assert [steps for thread, steps in seen if thread == main] == [EVERY], "only before the first line"
-    assert [steps for thread, steps in seen if thread != main][:3] == [2 * EVERY, 3 * EVERY, 4 * EVERY]
+    assert [steps for thread, steps in seen if thread != main] == [2 * EVERY, 3 * EVERY, end], (
+        "no line follows the last"
+    )
     monkeypatch.undo()
-    events = [Event(SAMPLED.sampling_rate, 1.0, count) for count in range(EVERY, 4 * EVERY + 1, EVERY)]
+    events = [Event(SAMPLED.sampling_rate, 1.0, count) for count in (EVERY, 2 * EVERY, 3 * EVERY, end)]
     assert found == [accountant.epsilon([event], SAMPLED.delta) for event in events]
 
 
+LEFT = 100
+
+
 def test_what_was_not_foreseen_is_computed_anew(tmp_path: Path) -> None:
-    """A last line sooner than the others, a step with less noise, a new segment."""
+    """A line sooner than the others, a step with less noise, a new segment."""
     journal = begin(tmp_path, PLAN)
     spent = Spent(lambda: journal.history, 50.0, EVERY)
-    assert spent() == 0.0, "nothing was opened"
+    assert spent(LEFT) == 0.0, "nothing was opened"
     train(journal, range(1, 4))
-    assert spent() == journal.history.epsilon()
+    assert spent(LEFT) == journal.history.epsilon()
     train(journal, range(4, 6))
-    assert spent() == journal.history.epsilon()
+    assert spent(LEFT) == journal.history.epsilon()
     train(journal, range(6, 5 + EVERY))
     journal.open_step(0, 5 + EVERY, facts(5 + EVERY))
     with pytest.raises(LedgerError, match="had announced"):
         journal.commit_step(0, 5 + EVERY, facts(5 + EVERY, std=PLAN.noise_std / 2))
     foreseen = accountant.epsilon([Event(1.0, PLAN.noise_multiplier, 5 + EVERY)], PLAN.delta)
-    assert spent() == journal.history.epsilon() > foreseen
+    assert spent(LEFT) == journal.history.epsilon() > foreseen
 
 
 def test_a_fault_in_the_thread_is_that_of_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +189,9 @@ def test_a_fault_in_the_thread_is_that_of_the_line(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(module, "epsilon", broken)
         train(journal, range(1, 2))
-        spent()
+        spent(LEFT)
         train(journal, range(2, 3))
-        assert spent() == journal.history.epsilon()
+        assert spent(LEFT) == journal.history.epsilon()
 
 
 def test_charges_follow_what_was_done_after_they_were_asked_for(tmp_path: Path) -> None:

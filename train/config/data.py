@@ -10,21 +10,19 @@ from murmuration.accounting.unit import SINGLE, fault_of_name
 from murmuration.data.synthetic.kinds import PictureKind
 from murmuration.train.config.section import Section, word_given
 
-_TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a tokenizer.json or vocab.txt that saw no private caption."
-_AUGMENT = "none: the whole image; center: its middle square; else a random crop, flipped half of the time."
-_CLASSES = "Public file that numbers the classes: a name per line, or a JSON list. Private class folders need it."
-_EXCLUDE_CLASSES = (
-    "Public data: a file like `classes` with the classes to leave out. Shards then need `label` and `classes`."
-)
+_TOKENIZER = "'clip', 'clip:16384', 'clip:full', or a public tokenizer.json or vocab.txt."
+_AUGMENT = "none: the whole image; center: the middle square; else random crops, half of them flipped."
+_CLASSES = "Public file of class names: lines, or a JSON list. Private class folders need it."
+_EXCLUDE_CLASSES = "Public data: a file of classes to leave out. Shards then need `label` and `classes`."
 _LOOKS_AT_LABELS = (
     "exclude_classes is for public data: which records of a private set have such a class is private, and n must not "
     "depend on it; leave these classes off the list of `classes`, and private records of them keep their slots and "
     "contribute nothing"
 )
-_LABEL = "Classifiers: integer field of a record's .json, or 'cls' for its .cls file or class folder."
-_MULTI_LABEL = "`label` names a field that lists any number of `classes`; needs model.classify_loss 'sigmoid'."
-_READING = "How records are fetched and decoded."
-_PUBLIC = "Your word that nobody's privacy depends on these records."
+_LABEL = "Integer field of a record's .json, or 'cls': .cls file or class folder."
+_MULTI_LABEL = "`label` lists any number of `classes`; needs model.classify_loss 'sigmoid'."
+_READING = "Fetching and decoding."
+_PUBLIC = "Your word that these records are public."
 
 
 class ReadingSettings(Section):
@@ -33,18 +31,17 @@ class ReadingSettings(Section):
     workers: int | None = Field(
         default=None,
         ge=0,
-        description="Decoding processes per rank; null: the free cores; 0: the trainer decodes, not isolated.",
+        description="Decoding processes per rank; null: free cores; 0: in the trainer, not isolated.",
     )
-    timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one request to a remote store.")
-    cache_dir: str | None = Field(default=None, description="Local folder that keeps remote records, unencrypted.")
+    timeout_seconds: float = Field(default=30.0, gt=0, description="Limit for one remote request.")
+    cache_dir: str | None = Field(default=None, description="Local folder for remote records, unencrypted.")
     cache_gib: float = Field(default=100.0, gt=0, description="Largest cache of a node's ranks.")
     cache_keep: Literal["records", "shards"] = Field(
-        default="records", description="shards: whole shards, checked against the manifest's SHA-256."
+        default="records", description="shards: whole ones, checked by SHA-256."
     )
     node_shards: str | None = Field(
         default=None,
-        description="Folder with each node's part of the shards; a record is computed where it lies. $VARIABLES are "
-        "expanded.",
+        description="Folder with each node's part of the shards. $VARIABLES are expanded.",
     )
 
 
@@ -52,18 +49,15 @@ class ShardData(Section):
     """Records in indexed tar shards: a folder, one tar, or a brace pattern."""
 
     source: Literal["shards"] = Field(default="shards", description="Kind of data.")
-    path: str = Field(description="A folder, tar or brace pattern, indexed by launch/prepare.py index.")
+    path: str = Field(description="An indexed folder, tar or brace pattern.")
     public: bool = Field(default=False, description=_PUBLIC)
     public_fraction: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Splits the records: a phase with `public` takes this share, one without it the rest, which are "
-        "its n.",
+        description="A phase with `public` takes this share of the records, one without it the rest.",
     )
-    expected_records: int | None = Field(
-        default=None, gt=0, description="n for --dry-run and the planner without data."
-    )
+    expected_records: int | None = Field(default=None, gt=0, description="n for dry run and planner without data.")
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
     )
@@ -73,7 +67,7 @@ class ShardData(Section):
     classes: str | None = Field(default=None, description=_CLASSES)
     classes_public: bool = Field(
         default=False,
-        description="Your word, certified, that names taken from the rows (--classes-from-rows) are public.",
+        description="Your word, certified, that names from --classes-from-rows are public.",
     )
     exclude_classes: str | None = Field(default=None, description=_EXCLUDE_CLASSES)
     weight: str | None = Field(
@@ -82,17 +76,16 @@ class ShardData(Section):
     )
     unit: str | None = Field(
         default=None,
-        description="What is protected as one: records equal in this .json field or key:REGEX; 'record': each; null: "
-        "as indexed.",
+        description="Protects as one what is equal in this .json field or key:REGEX; 'record': each; null: as indexed.",
     )
     rows_per_unit: int | None = Field(
         default=None,
         gt=0,
-        description="Most records of a unit in one step, picked by key; null: one.",
+        description="Most records of a unit in one step; null: one.",
     )
     unit_reduce: Literal["mean", "sum"] | None = Field(
         default=None,
-        description="Combines a unit's losses before clipping; null: mean.",
+        description="Combines a unit's losses; null: mean.",
     )
     expected_units: int | None = Field(default=None, gt=0, description="expected_records, with `unit`.")
     reading: ReadingSettings = Field(default=ReadingSettings(), description=_READING)
@@ -141,7 +134,7 @@ class SyntheticData(Section):
     kind: PictureKind = Field(default="mixed", description="What images show; only `shapes` have captions.")
     records: int = Field(default=100_000, gt=0, description="Images in an epoch.")
     seed: int = Field(default=1, ge=0, description="Seed of the images.")
-    size: int | None = Field(default=None, ge=8, description="Side in pixels before augmentation; null: the model's.")
+    size: int | None = Field(default=None, ge=8, description="Side before augmentation; null: the model's.")
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT
     )
@@ -165,14 +158,13 @@ class CheckpointData(Section):
     """Weights to start from, instead of records."""
 
     source: Literal["checkpoint"] = Field(description="Kind of data.")
-    path: str = Field(description="A run directory, an export, or a file or folder of released weights.")
+    path: str = Field(description="A run directory, export, or released weights.")
     public: bool = Field(
-        description="Your word, certified, that these weights are public or have their own promise; false: NOT "
-        "PRIVATE.",
+        description="Your word, certified, that the weights are public or have their own promise; false: NOT PRIVATE.",
     )
     take_head: bool | None = Field(
         default=None,
-        description="Whether a classifier also takes the head, if classes match; null: only from our runs and exports.",
+        description="Takes a classifier's head, if classes match; null: only from our runs and exports.",
     )
 
     @model_validator(mode="before")
@@ -196,13 +188,13 @@ class StreamData(Section):
     """Tar shards that webdataset streams in shuffled epochs, without an index; for phases without privacy."""
 
     source: Literal["webdataset"] = Field(description="Kind of data.")
-    path: str = Field(description="A folder, tar or brace pattern, local or behind a URL.")
+    path: str = Field(description="A folder, tar or brace pattern, or a URL.")
     public: bool = Field(default=False, description=_PUBLIC)
-    buffer: int = Field(default=1000, gt=0, description="Records in each lane's shuffle buffer.")
+    buffer: int = Field(default=1000, gt=0, description="Records in a lane's shuffle buffer.")
     lanes: int = Field(
         default=8,
         gt=0,
-        description="Streams that share the shards, at least one per rank and at most one per shard.",
+        description="Streams over the shards: at least one per rank, at most one per shard.",
     )
     augment: Literal["none", "center", "random_resized_crop", "inception_crop"] = Field(
         default="none", description=_AUGMENT

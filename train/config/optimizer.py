@@ -24,45 +24,39 @@ TAKES: dict[OptimizerType, set[str]] = {
 class ParameterRule(Section):
     """Exceptions for some parameters. Every rule that matches a parameter applies, and factors multiply."""
 
-    parameters: str = Field(
-        default="*", description="Shell pattern of parameter names: `encoder.*`, `*.bias`, `*norm*`."
-    )
+    parameters: str = Field(default="*", description="Parameter names: `encoder.*`, `*.bias`, `*norm*`.")
     at_most_dimensions: int | None = Field(
         default=None,
         ge=0,
-        description="Only tensors of at most so many dimensions: 1 for biases and norms.",
+        description="Only such tensors; 1: biases and norms.",
     )
-    learning_rate: float = Field(default=1.0, gt=0, description="Factor on the learning rate.")
-    weight_decay: bool = Field(default=True, description="false: these weights do not decay.")
-    trust_ratio: bool = Field(default=True, description="false: LAMB and LARS use ratio 1 for these.")
+    learning_rate: float = Field(default=1.0, gt=0, description="Factor on the rate.")
+    weight_decay: bool = Field(default=True, description="false: no decay.")
+    trust_ratio: bool = Field(default=True, description="false: ratio 1 in LAMB and LARS.")
 
 
 class OptimizerParams(Section):
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW, LAMB: decay of both moments.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW, LAMB.")
     eps: float = Field(
-        default=1e-8, gt=0, description="Added to the denominator of AdamW and LAMB, and of LARS's trust ratio."
+        default=1e-8, gt=0, description="In the denominator of AdamW and LAMB, and of LARS's trust ratio."
     )
     weight_decay: float = Field(
         default=0.0,
         ge=0,
-        description="Decoupled in AdamW, added to LAMB's direction, and to the gradient in SGD and LARS.",
+        description="Decoupled in AdamW, in LAMB's direction, in SGD's and LARS's gradient.",
     )
     noise_floor: float | None = Field(
         default=None,
         gt=0,
-        description="DP-AdamBC: the noise's variance leaves the second moment, clamped to this; its root replaces the "
-        "denominator.",
+        description="DP-AdamBC: subtracts the noise's variance from the second moment, clamped to this.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
     trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
-    ema_decay: float | None = Field(
-        default=None, gt=0, lt=1, description="Keeps a moving average of the weights, saved with the checkpoint."
-    )
+    ema_decay: float | None = Field(default=None, gt=0, lt=1, description="Also saves a moving average of the weights.")
     gradient_norm: float | None = Field(
         default=None,
         gt=0,
-        description="Scales down a mean gradient of a larger norm; in private phases after the noise, and no bound on "
-        "a record.",
+        description="Scales down larger mean gradients, after the noise; no bound on a record.",
     )
     rules: list[ParameterRule] = Field(default=[], description="Exceptions for some parameters.")
 
@@ -76,13 +70,10 @@ class OptimizerParams(Section):
 
 class Optimizer(Section):
     type: OptimizerType = Field(default="AdamW", description="The update rule.")
-    params: OptimizerParams = Field(
-        default=OptimizerParams(), description="Its settings; what the type does not use is refused."
-    )
+    params: OptimizerParams = Field(default=OptimizerParams(), description="Its settings.")
     carry: Carry = Field(
         default="none",
-        description="State taken from the previous phase; second-moment zeroes the first moment and keeps the step "
-        "count.",
+        description="State to take over; second-moment zeroes the first and keeps the step count.",
     )
 
     @model_validator(mode="after")
@@ -104,32 +95,28 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate of step t = 1, 2, …: the smaller of a warm-up from `start` and a shape that falls to `floor`."""
 
-    peak: float = Field(gt=0, description="Learning rate after the warm-up.")
-    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up; the first is already above `start`.")
-    warmup_epochs: float | None = Field(
-        default=None, ge=0, description="Warm-up in passes over the records, instead of `warmup`."
-    )
+    peak: float = Field(gt=0, description="Rate after the warm-up.")
+    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    warmup_epochs: float | None = Field(default=None, ge=0, description="The same in epochs.")
     shape: Literal["constant", "linear", "cosine", "inverse-sqrt"] = Field(
-        default="cosine", description="How the rate moves after the warm-up."
+        default="cosine", description="After the warm-up."
     )
     end: int | None = Field(
         default=None,
         gt=0,
-        description="Last step of the shape, which then stays at its floor; null: the phase's last.",
+        description="Last step of the shape; null: the phase's.",
     )
-    start: float = Field(default=0.0, ge=0, description="Learning rate at which the warm-up begins.")
-    floor: float = Field(default=0.0, ge=0, description="Learning rate to which linear and cosine fall.")
+    start: float = Field(default=0.0, ge=0, description="Rate at which the warm-up begins.")
+    floor: float = Field(default=0.0, ge=0, description="Rate to which linear and cosine fall.")
     shape_from: Literal["warmup", "first-step"] = Field(
         default="warmup",
-        description="Where the shape begins; ViP's cosine begins under the warm-up.",
+        description="Where the shape begins; first-step: ViP's.",
     )
     first_step: Literal[0, 1] = Field(
         default=1,
-        description="Number of the first step in the warm-up; 0, as in DP-Cap's code, gives it the rate `start`.",
+        description="Number of the first step; 0 gives it the rate `start` (DP-Cap).",
     )
-    hold: int = Field(
-        default=1, gt=0, description="Steps for which a rate is kept; an epoch's length gives one rate per epoch."
-    )
+    hold: int = Field(default=1, gt=0, description="Steps for which a rate is kept.")
 
     @model_validator(mode="after")
     def _goes_up_and_down(self) -> Schedule:
@@ -145,11 +132,11 @@ class Schedule(Section):
 class Offload(Section):
     """Optimizer state in host memory: all of it, since DeepSpeed would update the rest with an optimizer of its own."""
 
-    device: Literal["cpu"] = Field(default="cpu", description="Where optimizer state is kept.")
-    pin_memory: bool = Field(default=False, description="Page-locked memory, for faster copies.")
+    device: Literal["cpu"] = Field(default="cpu", description="Where it is kept.")
+    pin_memory: bool = Field(default=False, description="Page-locked, for faster copies.")
     adam: Literal["torch", "deepspeed"] = Field(
         default="torch",
-        description="deepspeed: AdamW by the kernel of DeepSpeedCPUAdam, compiled at the first run.",
+        description="deepspeed: DeepSpeedCPUAdam's kernel for AdamW, compiled once.",
     )
 
 
@@ -157,16 +144,16 @@ class ZeroOptimization(Section):
     """DeepSpeed's section of that name, without the settings that hide or change gradients."""
 
     stage: Literal[0, 1, 2, 3] = Field(
-        default=1, description="What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."
+        default=1, description="Shards 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."
     )
     reduce_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements per reduction.")
     allgather_bucket_size: int = Field(default=50_000_000, gt=0, description="Most elements per gather.")
     contiguous_gradients: bool = Field(default=True, description="Copies gradients into one buffer.")
     overlap_comm: Literal[False] = Field(
-        default=False, description="Refused otherwise: it would reduce while micro-batches still arrive."
+        default=False, description="Fixed: it would reduce while micro-batches still arrive."
     )
     round_robin_gradients: Literal[False] = Field(
-        default=False, description="Refused otherwise: noise and weights would no longer match."
+        default=False, description="Fixed: noise and weights would not match."
     )
-    offload_optimizer: Offload | None = Field(default=None, description="Keeps optimizer state in host memory.")
-    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="Stage 3; DeepSpeed's own.")
+    offload_optimizer: Offload | None = Field(default=None, description="Optimizer state in host memory.")
+    stage3_param_persistence_threshold: int | None = Field(default=None, ge=0, description="DeepSpeed's, for stage 3.")

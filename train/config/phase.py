@@ -22,15 +22,15 @@ from murmuration.train.config.section import Section, word_given
 class Monitor(Section):
     """Public records on which the loss's slope and curvature are measured at checkpoints."""
 
-    path: str = Field(description="Indexed shards or images without any record that a private phase protects.")
-    public: Literal[True] = Field(description="Your word that these records are public; the certificate repeats it.")
+    path: str = Field(description="Indexed shards or images, with no protected record.")
+    public: Literal[True] = Field(description="Your word, certified, that these records are public.")
     records: int = Field(
-        default=256, ge=2, description="Records measured; each costs about 13 + 23·probes forward passes."
+        default=256, ge=2, description="Records measured, at about 13 + 23·probes forward passes each."
     )
-    every: int = Field(default=1, gt=0, description="Checkpoints from one measurement to the next.")
-    probes: int = Field(default=4, gt=0, description="Random vectors for each of the two traces.")
+    every: int = Field(default=1, gt=0, description="Checkpoints between measurements.")
+    probes: int = Field(default=4, gt=0, description="Random vectors per trace.")
     micro_batch: int | None = Field(
-        default=None, gt=0, description="Records at a time; null: a quarter of the training micro-batch."
+        default=None, gt=0, description="Records at a time; null: a quarter of the training's."
     )
 
     @model_validator(mode="before")
@@ -45,14 +45,14 @@ MOST_STEPS = 10**9
 class ZeroShot(Section):
     """Labels scored as the next words of a caption."""
 
-    prompt: str = Field(default="a photo of a", description="How the caption begins.")
+    prompt: str = Field(default="a photo of a", description="Start of the caption.")
     axes: Annotated[dict[str, Annotated[list[str], Field(min_length=1)]], Field(min_length=1)] | None = Field(
         default=None,
-        description="Labels by the field that holds the true one's number, scored in order; null: the class folders.",
+        description="Labels by the field of the true one's number, in order; null: the class folders.",
     )
     class_names: str | None = Field(
         default=None,
-        description="Without axes: a public JSON file {class: [name, …]}; null: the folders' names.",
+        description="Without axes: a public JSON file {class: [name, …]}; null: folder names.",
     )
 
     @model_validator(mode="after")
@@ -68,25 +68,25 @@ class Evaluation(Section):
     """Public held-out records, measured at checkpoints and published once the weights are durable."""
 
     path: str = Field(description="Indexed shards or images.")
-    public: Literal[True] = Field(description="Your word that these records are public; the certificate repeats it.")
+    public: Literal[True] = Field(description="Your word, certified, that these records are public.")
     records: int = Field(default=512, gt=0, description="Records measured.")
     resize: int | None = Field(
         default=None,
         gt=0,
-        description="Shorter side before `crop`, in pixels; null: 256 with `crop`, else the whole middle square.",
+        description="Shorter side before `crop`; null: 256 with `crop`, else the middle square.",
     )
     crop: int | None = Field(
         default=None,
         gt=0,
-        description="Side of the middle that is cut out; null: 224 with `resize`. Another image size scales both.",
+        description="Side of the middle; null: 224 with `resize`. Other image sizes scale both.",
     )
     zero_shot: ZeroShot | None = Field(
         default=None,
-        description="Objective caption: scores labels as the next words; null: class folders by their names.",
+        description="caption: scores labels as the next words; null: class folders by name.",
     )
     real: str | None = Field(
         default=None,
-        description="ReaL: a public JSON file {picture: [class, …]} with all right classes, or ImageNet's real.json.",
+        description="ReaL: a public JSON file {picture: [class, …]}, or ImageNet's real.json.",
     )
 
     @model_validator(mode="before")
@@ -111,20 +111,19 @@ class Evaluation(Section):
 class Plateau(Section):
     """Ends the phase once the public held-out loss stops falling; a private one then claims its planned budget."""
 
-    patience: int = Field(default=3, gt=0, description="Consecutive checkpoints without improvement.")
-    min_delta: float = Field(default=0.0, ge=0, description="A loss that falls by less is no improvement.")
-    not_before: int = Field(default=0, ge=0, description="Fewest steps before the phase may end.")
+    patience: int = Field(default=3, gt=0, description="Checkpoints in a row without improvement.")
+    min_delta: float = Field(default=0.0, ge=0, description="Least improvement.")
+    not_before: int = Field(default=0, ge=0, description="Fewest steps.")
 
 
 class Mixing(Section):
     """Mixes public gradients with the noised ones: alpha · public + (1 - alpha) · private, after the noise."""
 
-    data: ShardData | SyntheticData = Field(description="Public records: shards or synthetic.")
-    batch: int = Field(gt=0, description="Public records per step, from a sampler of their own.")
+    data: ShardData | SyntheticData = Field(description="Public records.")
+    batch: int = Field(gt=0, description="Public records per step.")
     shape: Literal["constant", "cosine", "linear", "switch", "sample-ratio"] = Field(
         default="constant",
-        description="How alpha moves. cosine: a quarter wave; switch: all at once; sample-ratio: batch / (batch + "
-        "expected_batch).",
+        description="How alpha moves. cosine: a quarter wave; sample-ratio: batch / (batch + expected_batch).",
     )
     start: float | None = Field(default=0.5, ge=0, le=1, description="Alpha at the first step; null for sample-ratio.")
     end: float | None = Field(
@@ -167,7 +166,7 @@ class Features(Section):
 
     folder: str | None = Field(
         default=None,
-        description="Where features are stored and shared, as private as the records; null: RUN_DIR/secret.",
+        description="Shared folder, as private as the records; null: RUN_DIR/secret.",
     )
 
 
@@ -177,18 +176,16 @@ class SolvedHead(Section):
     ridge: float | None = Field(
         default=None,
         gt=0,
-        description="Added to the eigenvalues of the mean of z·zᵀ; null: a quarter of the largest expected of noise "
-        "alone.",
+        description="Added to the eigenvalues of the mean of z·zᵀ; null: a quarter of the largest by noise alone.",
     )
     feature_norm: float | None = Field(
         default=None,
         gt=0,
-        description="Public divisor of features, which are cut to length 1; classes then have biases. null: all "
-        "scaled to length 1.",
+        description="Public divisor of features, then cut to length 1, with biases; null: all scaled to length 1.",
     )
     balanced: bool = Field(
         default=False,
-        description="Linear discriminant analysis with equal priors instead of least squares; needs feature_norm.",
+        description="Linear discriminant analysis with equal priors instead; needs feature_norm.",
     )
 
     @model_validator(mode="after")
@@ -216,43 +213,38 @@ def _not_all(given: object) -> object:
 
 
 class Phase(Section):
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name in ledger, logs and plots; unique among the phases."
-    )
-    data: Data = Field(description="Which records the phase reads.")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="Unique name in ledger, logs and plots.")
+    data: Data = Field(description="Records to read.")
     objective: Literal["mae", "caption", "classify", "text"] = Field(
-        description="Loss of a record; head: classify with trainable statistics. A phase that loads weights takes the "
-        "next one's."
+        description="Loss; head: classify with trainable statistics. A phase that loads weights takes the next one's."
     )
     trainable: Literal["all", "head", "bias", "lora", "statistics"] = Field(
         default="all",
-        description="Which parameters are trained. statistics: a classifier's head, solved in one step from two sums.",
+        description="What is trained. statistics: a classifier's head, solved in one step.",
     )
-    head: SolvedHead | None = Field(default=None, description="How statistics are solved.")
+    head: SolvedHead | None = Field(default=None, description="How to solve statistics.")
     features: Features | None = Field(
         default=None,
-        description="Caches a frozen body's output; for classify, trainable head, no augmentation.",
+        description="Caches a frozen body's output; only for classify, trainable head, no augmentation.",
     )
-    privacy: Privacy | None = Field(default=None, description="null: not private, and every output says so.")
-    mixing: Mixing | None = Field(default=None, description="Mixes in public gradients, after the noise.")
+    privacy: Privacy | None = Field(default=None, description="null: not private, as every output says.")
+    mixing: Mixing | None = Field(default=None, description="Mixes in public gradients after the noise.")
     batch: Annotated[int | None, BeforeValidator(_not_all)] = Field(
-        default=None, gt=0, description="Records per step of a phase without privacy."
+        default=None, gt=0, description="Records per step without privacy."
     )
-    optimizer: Optimizer = Field(default=Optimizer(), description="How weights are updated.")
+    optimizer: Optimizer = Field(default=Optimizer(), description="Update rule.")
     schedule: Schedule = Field(
         default=Schedule(peak=1.0, shape="constant"),
-        description="Learning rates; required where the phase trains.",
+        description="Learning rates; required to train.",
     )
-    steps: int = Field(default=0, ge=0, le=MOST_STEPS, description="Length: one of steps, epochs and until_budget.")
+    steps: int = Field(default=0, ge=0, le=MOST_STEPS, description="Length: give steps, epochs or until_budget.")
     epochs: float | None = Field(
-        default=None, gt=0, le=1e6, description="Passes over the records: epochs · n / batch steps, rounded up."
+        default=None, gt=0, le=1e6, description="Length: epochs · n / batch steps, rounded up."
     )
-    until_budget: bool = Field(
-        default=False, description="As many steps as epsilon allows at the given noise_multiplier."
-    )
+    until_budget: bool = Field(default=False, description="As many steps as epsilon allows at this noise_multiplier.")
     plateau: Plateau | None = Field(default=None, description="Ends the phase early; needs `evaluation`.")
-    evaluation: Evaluation | None = Field(default=None, description="Public records measured at checkpoints.")
-    monitor: Monitor | None = Field(default=None, description="Measures what a step gains, on public records.")
+    evaluation: Evaluation | None = Field(default=None, description="Public records to measure at checkpoints.")
+    monitor: Monitor | None = Field(default=None, description="Measures what a step gains.")
 
     @property
     def trains(self) -> bool:

@@ -26,32 +26,31 @@ class AdaptiveClip(Section):
         default=0.5,
         gt=0,
         lt=1,
-        description="Share of gradients that should pass unclipped.",
+        description="Share of gradients to leave unclipped.",
     )
     learning_rate: float = Field(default=0.2, gt=0, le=10, description="Largest change of log C in one step.")
     noise_multiplier: float | None = Field(
         default=None,
         gt=0,
-        description="Noise on the count, in units of the 1/2 that a record adds; null: expected_batch / 10.",
+        description="Noise on the count, in units of 1/2; null: expected_batch / 10.",
     )
 
 
 class ClipGroup(Section):
-    names: str = Field(min_length=1, description="Pattern of parameter names, such as `encoder.*`.")
-    budget: float = Field(gt=0, allow_inf_nan=False, description="Share of C, relative to the other groups.")
+    names: str = Field(min_length=1, description="Parameter names, such as `encoder.*`.")
+    budget: float = Field(gt=0, allow_inf_nan=False, description="Relative share of C.")
 
 
 class Clip(Section):
     kind: Literal["flat", "automatic"] = Field(
-        default="flat", description="Factor on a gradient g: min(1, C/‖g‖) for flat, C/(‖g‖ + gamma) for automatic."
+        default="flat", description="Factor on a gradient g: flat min(1, C/‖g‖), automatic C/(‖g‖ + gamma)."
     )
-    norm: float = Field(default=1.0, gt=0, description="C: the most that one record can move the sum.")
-    adaptive: AdaptiveClip | None = Field(default=None, description="null: C stays at `norm`; else it starts there.")
-    gamma: float = Field(default=0.01, ge=0, description="Added to the norm by automatic clipping.")
+    norm: float = Field(default=1.0, gt=0, description="C, the most that a record moves the sum.")
+    adaptive: AdaptiveClip | None = Field(default=None, description="null: C stays at `norm`.")
+    gamma: float = Field(default=0.01, ge=0, description="For automatic.")
     groups: Literal["all", "block", "layer"] | Annotated[list[ClipGroup], Field(min_length=1)] = Field(
         default="all",
-        description="What is clipped together: all; each block or layer, to equal shares of C²; or groups by name, "
-        "first match.",
+        description="Clipped together: all; each block or layer, at equal shares of C²; or by name.",
     )
 
     @property
@@ -65,15 +64,15 @@ class ReleasedMetric(Section):
     """Published with noise at every step, and charged as one event with the gradient."""
 
     name: Literal["loss", "clipped", "accuracy"] = Field(
-        description="Mean training loss, share of clipped records, or accuracy on held-out private records (classify)."
+        description="Training loss, clipped share, or accuracy on held-out private records (classify)."
     )
-    bound: float = Field(default=1.0, gt=0, description="Each record adds between 0 and this.")
-    noise_multiplier: float = Field(gt=0, description="Noise on the sum, in units of the bound.")
+    bound: float = Field(default=1.0, gt=0, description="Most that a record adds.")
+    noise_multiplier: float = Field(gt=0, description="Noise, in units of the bound.")
     share: float | None = Field(
         default=None,
         gt=0,
         le=0.5,
-        description="accuracy: share of the private records that is held out: drawn, but not trained on in this phase.",
+        description="accuracy: share of private records not trained on in this phase.",
     )
 
     def planned(self) -> PlannedMetric:
@@ -88,20 +87,20 @@ class LossProbes(Section):
     every: int = Field(
         default=10,
         ge=2,
-        description="Steps between probes, each of three forward passes.",
+        description="Steps between probes of three forward passes.",
     )
     bound: float = Field(
         default=0.1,
         gt=0,
         allow_inf_nan=False,
-        description="Each record adds between -bound and bound to either sum.",
+        description="Most that a record adds or takes from a sum.",
     )
     noise_multiplier: float = Field(
         default=10.0,
         gt=0,
-        description="Noise on either sum, in units of the bound; 10 costs 1 % more on gradients at σ = 1.",
+        description="Noise on each sum, in units of the bound.",
     )
-    most: float = Field(default=2.0, gt=1, le=10, description="Largest factor by which one probe changes the rate.")
+    most: float = Field(default=2.0, gt=1, le=10, description="Largest change of the rate by one probe.")
 
 
 class BandedNoise(Section):
@@ -111,20 +110,19 @@ class BandedNoise(Section):
     bands: int = Field(
         ge=2,
         le=MOST_BANDS,
-        description="Steps per block and parts of the records; expected_batch is at most n / bands.",
+        description="Steps per block; expected_batch is at most n / bands.",
     )
     horizon: int | None = Field(
         default=None,
         ge=2,
-        description="Steps over which accumulated noise is minimised; fewer: less noise per step. null: the whole "
-        "phase.",
+        description="Steps over which accumulated noise is minimised; null: the phase.",
     )
 
 
 class Tan(Section):
     """Tune at low cost: batch and noise are divided by the same number. The ε reported is this run's own and larger."""
 
-    scale: float = Field(gt=1, description="Divides expected_batch and the noise multiplier.")
+    scale: float = Field(gt=1, description="Divides batch and noise.")
 
 
 MOST_VIEWS = 1024
@@ -145,34 +143,32 @@ def _every_record(given: object) -> object:
 
 
 class Privacy(Section):
-    epsilon: float = Field(gt=0, description="Budget of the phase, never exceeded.")
+    epsilon: float = Field(gt=0, description="The phase's budget.")
     delta: float | str | None = Field(default=None, description="A number, '1/n' or '1/(2n)'; null: 1/(2n).")
     expected_batch: Annotated[float, BeforeValidator(_every_record)] = Field(
         gt=0,
         allow_inf_nan=True,
         json_schema_extra=_or_all,
-        description="q·n, which divides every noised sum; all: q = 1.",
+        description="q·n, the divisor; all: q = 1.",
     )
     sampling: SamplingKind = Field(
         default="poisson",
-        description="poisson: each record with probability q; allocation: each in exactly one step of every epoch, "
-        "with less noise.",
+        description="allocation: each record in one secret step of every epoch.",
     )
-    clip: Clip = Field(default=Clip(), description="How each record's gradient is bounded.")
+    clip: Clip = Field(default=Clip(), description="Bound on each record's gradient.")
     noise_multiplier: float | None = Field(default=None, ge=0.1, description="σ; null: calibrated to epsilon.")
-    noise: BandedNoise | None = Field(default=None, description="null: independent between steps; else correlated.")
+    noise: BandedNoise | None = Field(default=None, description="null: independent between steps.")
     views: int = Field(
         default=1,
         ge=1,
         le=MOST_VIEWS,
-        description="K augmented views of each record per step, whose mean gradient is clipped; a micro-batch has K "
-        "times the rows.",
+        description="K augmented views per record, whose mean gradient is clipped; a micro-batch has K times the rows.",
     )
-    tan: Tan | None = Field(default=None, description="Simulates this phase at low cost; NOT PRIVATE at `epsilon`.")
-    release: list[ReleasedMetric] = Field(default=[], description="Metrics of private records, published with noise.")
+    tan: Tan | None = Field(default=None, description="Cheap simulation; NOT PRIVATE at `epsilon`.")
+    release: list[ReleasedMetric] = Field(default=[], description="Private metrics, published with noise.")
     loss_probes: LossProbes | None = Field(
         default=None,
-        description="Finds a factor on the learning rate from noised probes; needs a constant schedule.",
+        description="Finds the learning rate; needs a constant schedule.",
     )
 
     @field_serializer("expected_batch")
@@ -238,12 +234,12 @@ class Privacy(Section):
 class Tuning(Section):
     """Certified: what was chosen by outputs of private runs on these records, all priced by this run's plan."""
 
-    statement: str = Field(min_length=1, description="What was tried, and which outputs decided.")
+    statement: str = Field(min_length=1, description="What was tried, and what decided.")
     mean: float | None = Field(default=None, ge=1, description="Mean number of runs; null: NOT PRIVATE.")
     shape: float | Literal["poisson"] = Field(
-        default=1.0, description="Distribution of that number: 0 logarithmic, 1 geometric, or poisson."
+        default=1.0, description="Of that number: 0 logarithmic, 1 geometric, or poisson."
     )
-    fixed: bool = Field(default=False, description="The number was fixed beforehand, and all runs are charged.")
+    fixed: bool = Field(default=False, description="Fixed beforehand; all runs are charged.")
 
     @model_validator(mode="after")
     def _possible(self) -> Tuning:

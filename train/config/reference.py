@@ -18,14 +18,15 @@ from murmuration.train.config.root import json_schema
 HEADER = """\
 # Config reference
 
-Every key of a config; [config.md](config.md) explains how the file is read. Unknown keys are refused. A key may be
-`null` where that is its default. Don't edit this page: the schema generates it.
+Every key of a config; [config.md](config.md) explains the file. Where no default is given, it is `null`. Don't edit
+this page: the schema generates it.
 
     python -m murmuration.train.config.reference > docs/config-reference.md
     python -m murmuration.train.config.reference --schema > ds_configs/schema.json
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean"}
 LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+LARGE = 10_000  # an upper limit from here on only keeps nonsense out: it stands in the schema alone
 Node = dict[str, Any]
 
 
@@ -65,20 +66,19 @@ class Reference:
 
     def _section(self, title: str, section: Node) -> list[str]:
         required = {*section.get("required", ()), *section.get("else", {}).get("required", ())}
-        rows = [
-            f"| `{key}` | {self._type(field)} | {_default(field, key in required)} | {self._meaning(key, field)} |"
-            for key, field in section["properties"].items()
-        ]
+        rows, told = list[str](), list[str]()
+        for key, field in section["properties"].items():
+            # Kinds of data share keys, which are explained once.
+            if (known := (key, field["description"])) in self._told and field["description"].count(" ") > 2:
+                told.append(f"`{key}`")
+                continue
+            self._told.add(known)
+            meaning = field["description"].replace("|", "\\|")
+            kind = self._type(field)
+            rows.append(f"| `{key}` | {kind}{_default(field, key in required, kind)} | {meaning} |")
+        rows += [f"| {', '.join(told)} | | As above. |"] if told else []
         about = [" ".join(section["description"].split()), ""] if "description" in section else []
-        return [f"## {title}", "", *about, "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]
-
-    def _meaning(self, key: str, field: Node) -> str:
-        """Kinds of data share keys, which are explained once."""
-        meaning = field["description"].replace("|", "\\|")
-        if (key, meaning) in self._told and len(meaning) > len("As above.") * 2:
-            return "As above."
-        self._told.add((key, meaning))
-        return meaning
+        return [f"## {title}", "", *about, "| key | type (default) | meaning |", "|---|---|---|", *rows, ""]
 
     def _type(self, field: Node) -> str:
         if "$ref" in field:
@@ -99,7 +99,8 @@ class Reference:
         # The type of a number or text, with its limits.
         if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
             return f"`{field['minimum']}`"
-        limits = ", ".join(f"{sign} {_number(field[limit])}" for limit, sign in LIMITS.items() if limit in field)
+        given = [(sign, field[limit]) for limit, sign in LIMITS.items() if limit in field]
+        limits = ", ".join(f"{sign} {_number(value)}" for sign, value in given if sign != "≤" or value < LARGE)
         words = [TYPES[field["type"]], *([f"`{limits}`"] if limits else [])]
         words += [f"like `{field['pattern']}`"] if "pattern" in field else []
         return " ".join(words) + (", not empty" if field.get("minLength") else "")
@@ -117,11 +118,15 @@ def _number(value: float) -> str:
     return f"{int(value):,}" if value == int(value) else f"{value}"
 
 
-def _default(field: Node, required: bool) -> str:
+def _default(field: Node, required: bool, kind: str) -> str:
     if required:
-        return "required"
-    # A section's default is made of the defaults of its keys, which have a table of their own.
-    return "–" if isinstance(field["default"], dict) else f"`{json.dumps(field['default'])}`"
+        return ", required"
+    if field["default"] is None:
+        return ""
+    if isinstance(field["default"], dict):
+        return " (its defaults)"  # made of those of its keys, which have a table of their own
+    said = f"`{json.dumps(field['default'])}`"
+    return "" if said == kind else f" ({said})"
 
 
 def main() -> None:

@@ -29,13 +29,13 @@ __all__ = ["About", "Config", "Evaluation", "Phase", "Run", "ZeroShot", "json_sc
 class About(Section):
     """For people; not part of the run's identity."""
 
-    command: str = Field(default="", description="Command that starts it.")
+    command: str = Field(default="", description="How to start it.")
     hardware: str = Field(default="", description="Intended hardware.")
     cost: str = Field(default="", description="Time it takes.")
     expect: str = Field(default="", description="Expected result.")
-    source: str = Field(default="", description="Paper or idea it comes from.")
-    data: str = Field(default="", description="What the private records are and where they come from; certified.")
-    owner: str = Field(default="", description="Who is responsible for data and training; certified.")
+    source: str = Field(default="", description="Paper or idea.")
+    data: str = Field(default="", description="What the private records are; certified.")
+    owner: str = Field(default="", description="Who is responsible; certified.")
 
 
 AUTO, GIVEN = "auto", "number"  # how the micro-batch is given
@@ -48,74 +48,66 @@ WITNESS_URLS = ("https://", "http://")
 class Run(Keeping):
     engine: Literal["deepspeed", "fsdp2", "local"] = Field(
         default="deepspeed",
-        description="fsdp2: PyTorch's fully_shard; local: one plain process. Checkpoints fit all three.",
+        description="fsdp2: PyTorch's fully_shard; local: one plain process.",
     )
     shard_over: int | None = Field(
         default=None,
         ge=2,
-        description="fsdp2: ranks that share one copy of the weights (HSDP), best a node's GPUs; null: all.",
+        description="fsdp2: ranks per copy of the weights (HSDP); null: all.",
     )
     clip_engine: Literal["book-keeping", "reference", "opacus"] = Field(
         default="book-keeping",
-        description="reference and opacus keep one gradient per record in memory: to check small models.",
+        description="reference, opacus: to check small models.",
     )
     clip_memory: Literal["lean", "fast"] = Field(
-        default="lean", description="fast: small models keep some per-record gradients, at up to 1.5 times the memory."
+        default="lean", description="fast: up to 1.5 times the memory, for small models."
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="Of matrix products in layers; weights, norms and sums are never in half precision.",
+        description="Of matrix products in layers alone.",
     )
     noise: NoiseKind = Field(
         default="aes",
-        description="chacha20: drawn on the device; exact: whole multiples of a grid, free of floating-point "
-        "rounding, half as fast.",
+        description="chacha20: drawn on the device; exact: free of floating-point rounding, half as fast.",
     )
     cuda_graph: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: on a GPU below ZeRO-3, private micro-batches are recorded once and replayed, unless C is "
-        "adaptive.",
+        description="auto: on a GPU below ZeRO-3, replays private micro-batches, unless C is adaptive.",
     )
     compile: Literal["off", "blocks"] = Field(
         default="off",
-        description="blocks: compiles the model's repeated blocks where it can; phases without privacy need a stage "
-        "below 3.",
+        description="blocks: compiles repeated blocks; phases without privacy need a stage below 3.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        description="Blocks keep only their inputs: less memory with adapters and long texts, steps up to half as "
-        "long again.",
+        description="Saves memory with adapters and long texts; steps take up to 1.5 times as long.",
     )
-    dir: str | None = Field(
-        default=None, description="Run directory; null: `runs/<config name>` in the current folder."
-    )
+    dir: str | None = Field(default=None, description="Run directory; null: `runs/<config name>`.")
     registry: str | None = Field(
         default=None,
-        description="Common folder of the log of runs, for read-only data, URLs and copies.",
+        description="Common log of runs, for read-only data, URLs and copies.",
     )
     witness: str | None = Field(
         default=None,
-        description="URL or command that receives the ledger's length and head at every checkpoint.",
+        description="URL or command that gets the ledger's head at every checkpoint.",
     )
-    log_every: int = Field(default=10, gt=0, description="Steps between lines on the console.")
+    log_every: int = Field(default=10, gt=0, description="Steps between console lines.")
     private_curves: bool = Field(
         default=False,
-        description="Keeps curves without noise for the owner; decisions based on them are outside the claim.",
+        description="Curves without noise for the owner; decisions based on them are outside the claim.",
     )
     audit: bool = Field(
         default=False,
-        description="Audits the recipe after the run and adds the result to the certificate as evidence.",
+        description="Audits the recipe after the run, as evidence in the certificate.",
     )
     keep_key: bool = Field(
         default=False,
-        description="Keeps the final secret file: it can sign, and gives no key of a released step.",
+        description="Keeps the final secret file, which can sign but gives no key of a released step.",
     )
     tuned_on_private_data: Tuning | None = Field(
-        default=None, description="Declares what was chosen from outputs of private runs on these records."
+        default=None, description="Declares choices by outputs of private runs."
     )
-    debug_seed: int | None = Field(
-        default=None, description="Derives all keys from this seed: repeatable, and NOT PRIVATE."
-    )
+    debug_seed: int | None = Field(default=None, description="Repeatable keys; NOT PRIVATE.")
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Run:
@@ -168,28 +160,24 @@ class Config(Section):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, title="Murmuration run")
 
-    schema_path: str | None = Field(
-        default=None, alias="$schema", description="Path of ds_configs/schema.json, for editors."
-    )
-    about: About = Field(default=About(), description="What the recipe is, for people.")
+    schema_path: str | None = Field(default=None, alias="$schema", description="ds_configs/schema.json, for editors.")
+    about: About = Field(default=About(), description="For people.")
     train_micro_batch_size_per_gpu: MicroBatchRows = Field(
-        description="Rows that a rank computes at once; auto: as many as fit, kept by the run."
+        description="Rows that a rank computes at once; auto: as many as fit."
     )
     gradient_accumulation_steps: Literal[1] = Field(
         default=1,
-        description="Refused otherwise: Poisson batches vary in size.",
+        description="Fixed: Poisson batches vary in size.",
     )
     gradient_clipping: float = Field(
-        default=0.0, ge=0, le=0, description="Refused otherwise: it would clip the mean after the noise."
+        default=0.0, ge=0, le=0, description="Fixed: it would clip the mean after the noise."
     )
-    steps_per_print: int = Field(default=1_000_000_000, gt=0, description="Accepted and ignored.")
-    wall_clock_breakdown: bool = Field(default=False, description="Accepted and ignored.")
-    zero_optimization: ZeroOptimization = Field(
-        default=ZeroOptimization(), description="How DeepSpeed shards the training."
-    )
+    steps_per_print: int = Field(default=1_000_000_000, gt=0, description="Ignored.")
+    wall_clock_breakdown: bool = Field(default=False, description="Ignored.")
+    zero_optimization: ZeroOptimization = Field(default=ZeroOptimization(), description="How DeepSpeed shards.")
     model: ModelSettings = Field(description="What is trained.")
-    phases: list[Phase] = Field(min_length=1, description="The run's phases, in order.")
-    run: Run = Field(default=Run(), description="How the run computes, and how it is saved.")
+    phases: list[Phase] = Field(min_length=1, description="Phases, in order.")
+    run: Run = Field(default=Run(), description="Computation and saving.")
 
     @property
     def micro_batch(self) -> int:

@@ -44,24 +44,21 @@ class Keeping(Section):
 
     checkpoint_every: int = Field(default=100, gt=0, description="Steps between checkpoints.")
     checkpoint_lag: int = Field(
-        default=1, ge=0, description="Steps that training continues while a checkpoint is written; 0: it waits."
+        default=1, ge=0, description="Steps trained while a checkpoint is written; 0: it waits."
     )
     keep_checkpoints: int = Field(default=2, gt=0, description="Newest checkpoints kept.")
-    keep_every: int | None = Field(default=None, gt=0, description="Keeps checkpoints whose step is a multiple.")
+    keep_every: int | None = Field(default=None, gt=0, description="Also keeps those whose step is a multiple.")
     keep_best: str | None = Field(
         default=None,
-        description="Also keeps the best by this public metric, such as public_loss or accuracy; the planned budget "
-        "is claimed.",
+        description="Also keeps the best by this public metric, such as public_loss; claims the planned budget.",
     )
     stall_seconds: float = Field(
         default=1200.0,
         gt=0,
         le=COLLECTIVE_SECONDS - 100,
-        description="A rank without progress for so long ends the job with exit code 75.",
+        description="A rank so long without progress ends the job with 75.",
     )
-    stop_after_minutes: float | None = Field(
-        default=None, gt=0, description="The run then saves and ends with exit code 75."
-    )
+    stop_after_minutes: float | None = Field(default=None, gt=0, description="Then saves and ends with 75.")
 
     @field_validator("keep_best")
     @classmethod

@@ -45,6 +45,8 @@ class TorchOptimizer(FlatOptimizer):
                 f"{self._kind.__name__} keeps another state for parameters of other dimensions, which flat shards "
                 "cannot hold; use another optimizer"
             )
+        self._inner: dict[tuple[int, int], tuple[nn.Parameter, torch.optim.Optimizer]] = {}
+        """Of each stretch, with the parameter that it was made with: making one costs more than a small step."""
         super().__init__(named, {name: Policy(1.0, 0.0, False) for name, _ in named}, None, None)
 
     def bind(self, layout: Layout, add: Add | None) -> None:
@@ -65,10 +67,14 @@ class TorchOptimizer(FlatOptimizer):
     def _move(self, flat: Flat, stretch: Stretch) -> None:
         part = slice(stretch.position, stretch.position + stretch.length)
         shape = self._shapes[stretch.number] if self._add is None else torch.Size([stretch.length])
-        weights = nn.Parameter(flat.weights.view(-1)[part].view(shape), requires_grad=False)
+        if (made := self._inner.get(key := (stretch.number, stretch.position))) is None:
+            weights = nn.Parameter(torch.empty_like(flat.weights.view(-1)[part].view(shape)), requires_grad=False)
+            made = self._inner[key] = weights, self._make([weights])
+        weights, inner = made
+        weights.data = flat.weights.view(-1)[part].view(shape)
         weights.grad = flat.gradient.view(-1)[part].view(shape)
         kept = {name: moment.view(-1)[part].view(shape) for name, moment in flat.moments.items()}
-        inner = self._make([weights])
+        inner.state.clear()
         for group in inner.param_groups:
             group["lr"] = flat.learning_rate
         if flat.step > 1:  # before that, it makes its state itself
@@ -81,6 +87,7 @@ class TorchOptimizer(FlatOptimizer):
             after = inner.state[weights][name]
             if not isinstance(after, Tensor) or after.data_ptr() != moment.data_ptr():
                 moment.copy_(torch.as_tensor(after, dtype=moment.dtype, device=moment.device).expand(shape))
+        weights.grad = None
 
 
 def learning_rate_of(make: MakeOptimizer) -> float:
@@ -114,7 +121,8 @@ def _settings(inner: torch.optim.Optimizer) -> list[tuple[str, str]]:
     """Of its group of parameters, and what else it holds as a number."""
     found = {name: value for name, value in inner.param_groups[0].items() if name != "params"}
     own = {name: value for name, value in vars(inner).items() if isinstance(value, int | float | Tensor)}
-    return sorted((name, repr(value)) for name, value in {**found, **own}.items() if not name.startswith("_"))
+    counted = {name: value for name, value in own.items() if not name.startswith("_") or type(value) in (int, float)}
+    return sorted((name, repr(value)) for name, value in (found | counted).items())
 
 
 def _tried(make: MakeOptimizer, shape: tuple[int, ...]) -> tuple[type, tuple[str, ...], frozenset[str]]:
@@ -131,7 +139,7 @@ def _tried(make: MakeOptimizer, shape: tuple[int, ...]) -> tuple[type, tuple[str
     once = nn.Parameter(torch.zeros(shape))
     once.grad = torch.ones(shape)
     odd += sorted(state.keys() - _made(make, once, steps=1).state[once].keys())
-    # It is made anew at every step: what it counts or adapts outside of a parameter's state would be lost.
+    # It is made anew when a run continues: what it counts or adapts outside of a parameter's state would be lost.
     before = dict(_settings(_made(make, nn.Parameter(torch.zeros(shape)))))
     odd += [name for name, value in _settings(inner) if before.get(name) != value]
     if odd:

@@ -115,7 +115,8 @@ class Trainer:
         values: dict[str, float] = {"lr": rate}
         line = f"{self.name}  step {step}/{self.steps}  lr {rate:.2e}"
         if self.spent is not None:
-            values["epsilon"] = self.ranks.on_main(self.spent)
+            spent, left = self.spent, self.steps - step
+            values["epsilon"] = self.ranks.on_main(lambda: spent(left))
             line += f"  ε {values['epsilon']:.3f} of {self.spent.budget:g}"
         known = self.pace.rate()
         if known is not None:
@@ -157,7 +158,8 @@ class Spent:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="epsilon")
         self._ahead: tuple[list[Event], Future[float]] | None = None
 
-    def __call__(self) -> float:
+    def __call__(self, left: int) -> float:
+        """`left`: how many steps are still to come."""
         history = self._history()
         charged = history.charged()
         ahead, self._ahead = self._ahead, None
@@ -165,7 +167,8 @@ class Spent:
             found = ahead[1].result()
         else:
             found = history.epsilon()
-        if (last := history.last_charge()) is not None:
-            expected = merge([*charged, replace(last, count=history.charges_of_next(self._every))])
+        if (last := history.last_charge()) is not None and left > 0:
+            until_next = history.charges_of_next(min(self._every, left))
+            expected = merge([*charged, replace(last, count=until_next)])
             self._ahead = (expected, self._thread.submit(epsilon, expected, history.delta()))
         return found
