@@ -106,9 +106,9 @@ class FunctionReader:
             found[name] = rows.detach().to(like.device, like.dtype)
         return found
 
-    def try_first(self, records: int) -> None:
-        """Before anything is charged: refuses a function that fails for every one of a few records (or units), spread
-        over all. Nothing is said of a single one."""
+    def try_first(self, records: int) -> MicroBatch:
+        """Before anything is charged: a few records (or units), spread over all. Refuses a function that fails for
+        every one; nothing is said of a single one."""
         tried = np.unique(np.linspace(0, records - 1, FIRST).astype(np.int64))
         slots = replace(self._slots, key=bytes(32))  # which records of a unit is no secret, and no step's key is used
         found = FunctionReader(self._read, self._empty, slots).fetch(tried, 0)
@@ -119,6 +119,7 @@ class FunctionReader:
                 f"call read(np.array([{one}])) to see why: it must return tensors named {sorted(self._empty)} with one "
                 "row, as the synthetic records have"
             )
+        return found.batch
 
     def report(self, fetched: Fetched) -> None:
         """Note the bad records. Private: which records are unusable reveals something about them."""

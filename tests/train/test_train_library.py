@@ -221,6 +221,69 @@ def test_items_that_are_no_tensors_are_told_at_the_start(tmp_path: Path) -> None
         found.prove()
 
 
+# Records that the model cannot compute.
+
+LABELS = (Y > 0).long()
+
+
+class Absent(Dataset[tuple[Tensor, Tensor]]):
+    """Of which some cannot be read."""
+
+    def __init__(self, missing: set[int]) -> None:
+        self.missing = missing
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        if at in self.missing:
+            raise ValueError("missing")
+        return X[at], LABELS[at]
+
+
+def entropy(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def classified(folder: Path, data: Any, **changes: Any) -> Any:
+    net = lambda: nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 2))  # noqa: E731
+    example = (X[0], LABELS[0])
+    return own(folder, net, reader=data, example=example, loss=entropy, debug_seed=SEED, **changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch": 1}, {"units": Units("patient", [str(at // 3) for at in
+                         range(RECORDS)], rows=2)}], ids=["records", "one at a time", "units"])  # fmt: skip
+def test_a_record_that_the_model_cannot_compute_is_as_if_it_were_not_there(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """A label out of range, of every second record. That it ended the run would tell of it."""
+    odd = set(range(1, RECORDS, 2)) if "units" not in changes else {*range(3, 6), *range(30, 42)}
+    labels = LABELS.clone()
+    labels[list(odd)] = 4321
+    found = []
+    for name, data in {"read": TensorDataset(X, labels), "missing": Absent(odd)}.items():
+        torch.manual_seed(0)
+        with classified(tmp_path / name, data, **changes) as training:
+            before = {name: tensor.clone() for name, tensor in training.weights().items()}
+            for number, _ in enumerate(training):
+                if number == 3:
+                    break
+            found.append(training.weights())
+        told = (tmp_path / name / "logs" / "private" / "bad-records-rank0.jsonl").read_text()
+        assert ("could not compute" in told) == (name == "read") and ("missing" in told) == (name == "missing")
+    read_ones, missing = found
+    assert all(torch.equal(read_ones[name], missing[name]) for name in missing)
+    assert any(not torch.equal(before[name], missing[name]) for name in missing)
+
+
+def test_a_model_that_can_compute_no_record_is_refused_before_a_step(tmp_path: Path) -> None:
+    with (
+        classified(tmp_path, TensorDataset(X, LABELS + 2)) as found,
+        pytest.raises(SelfTestError, match="fails for all of 8 records"),
+    ):
+        found.prove()
+
+
 # Optimizers.
 
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {

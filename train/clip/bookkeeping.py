@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -25,9 +25,9 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
-from murmuration.train.clip.losses import losses_of, rows_of, uncompiled
+from murmuration.train.clip.losses import incomputable, losses_of, rows_of, uncompiled
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
-from murmuration.train.clip.sums import GradientSums
+from murmuration.train.clip.sums import ExactSums, GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
 
 if TYPE_CHECKING:
@@ -109,6 +109,9 @@ class BookKeepingClip:
         self.rule, self.hold = rule, hold
         self.precision: Precision = precision
         self._checked = False
+        self.leaves_out = False
+        """Whether records that the model cannot compute are left out: once it has shown that it computes others."""
+        self.left_out = 0
         self._held: Held | None = None
 
     @property
@@ -179,13 +182,19 @@ class BookKeepingClip:
             together, defer, rows_of(inputs, len(present)),
         )  # fmt: skip
         tracker = ParameterTracker(held.parameters, len(present), present.device, accumulator.add, LAYER_RULES)
+        losses, failed = present.new_empty(0), None
         with ExitStack() as running:  # the backward pass as well, in which checkpointed layers run again
             running.enter_context(uncompiled())
             if self._again is not None:
                 running.enter_context(self._again())
             if self.blocks is not None:
                 running.enter_context(self.blocks.running(tracker))
-            losses = self._run(model, inputs, tracker)
+            try:
+                losses = self._run(model, inputs, tracker)
+            except (IndexError, RuntimeError) as error:  # nothing has been added yet
+                failed = error
+        if failed is not None:
+            return self._without_incomputable(model, inputs, present, sums, rule, failed)
         with torch.no_grad():
             losses = losses.detach()
             # A record without a finite loss, and a slot without a record, add exactly nothing. Comparing is false for
@@ -202,6 +211,28 @@ class BookKeepingClip:
         return Clipped(
             losses, _over_groups(norms), factor, rule.sensitivity, accumulator.doubtful, accumulator.ordinary, measured
         )
+
+    def _without_incomputable(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, sums: GradientSums, rule: ClipRule,
+        error: Exception,
+    ) -> Clipped:  # fmt: skip
+        """That a record ended the run would tell of it, and every start would draw it again. So one that the model
+        cannot compute has no finite loss. Not on a GPU, which is lost after such an error, nor where ranks hold parts
+        of the weights, and must call the model together."""
+        if not self.leaves_out or present.is_cuda or not isinstance(sums, ExactSums):
+            raise error
+        with autocast(self.precision, present.device):
+            odd = incomputable(model, inputs, present)
+        if isinstance(error, torch.OutOfMemoryError) or not odd.any():
+            raise error
+        self.left_out += int(odd.sum())
+        rest = {}
+        for name, tensor in inputs.items():
+            by_slot = tensor.unflatten(0, (len(present), -1)).clone()
+            by_slot[odd] = 0
+            rest[name] = by_slot.flatten(0, 1)
+        found = self._add(model, rest, present & ~odd, sums, rule, defer=False)
+        return replace(found, losses=torch.where(odd, math.nan, found.losses))
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""

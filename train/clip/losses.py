@@ -108,6 +108,18 @@ def isolated(
             raise sentence from error
 
 
+@torch.no_grad()
+def incomputable(model: Model, inputs: Mapping[str, Tensor], present: Tensor) -> Tensor:
+    """Which records the model raises for, each by itself: a label out of range, an index behind a table's end."""
+    odd = torch.zeros_like(present)
+    for slot in present.nonzero():
+        try:
+            losses_of(model, of_slots(inputs, slot, len(present)), 1)
+        except (IndexError, RuntimeError):
+            odd[slot] = True
+    return odd
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Disables compiled code, which calls no function that could be watched; the model runs as written instead.

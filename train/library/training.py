@@ -29,7 +29,10 @@ from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.make_plan import steps_of
 from murmuration.accounting.plan import PrivacyPlan, require_together
+from murmuration.data.batch.function_reader import FunctionReader
+from murmuration.data.draw.micro_batch import EMPTY
 from murmuration.train.clip.isolated import kept_of_records
+from murmuration.train.clip.losses import incomputable
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.distributed.process import quiet_libraries
 from murmuration.train.distributed.ranks import Ranks
@@ -173,7 +176,7 @@ class PrivateTraining:
             self._own.loaded.restore_optimizer(phase.engine)
         self._unchanged.proved()
         self._reader = reader = self._records.reader(self._own.read_key)
-        self.ranks.on_main(lambda: reader.try_first(self._records.n))
+        self.ranks.on_main(lambda: self._try_first(reader))
         self._bad, self._stop = BadRecordList(run.folder, self.ranks.rank), StopRequest(run.folder.stop_file)
         self._at_end.callback(self._stop.restore)
         phase.feed(reader)
@@ -182,6 +185,18 @@ class PrivateTraining:
         self._at_end.callback(self._list_unusable)
         self._pace = Pace(self.plan.divisor, public=False, synthetic=report.records_per_second)
         return report
+
+    def _try_first(self, reader: FunctionReader) -> None:
+        """Before anything is charged: refuses items that cannot be read or computed. Nothing is said of one alone."""
+        batch, engine = reader.try_first(self._records.n), self.phase.engine
+        if engine.partitioned or engine.device.type != "cpu":
+            return
+        odd = incomputable(engine.model, batch.inputs, batch.present)
+        if len(odd) > 1 and odd[batch.present].all():
+            raise SelfTestError(
+                f"the model fails for all of {len(odd)} records that were tried, though it takes the synthetic ones; "
+                "let example= or synthetic= have the sizes and ranges of the items, and read one to see why"
+            )
 
     def _after(self, number: int) -> None:
         self._run.burn(number)
@@ -269,6 +284,8 @@ class PrivateTraining:
     def _list_unusable(self) -> None:
         if self._phase is not None and self._phase.made is not None:
             self._bad.add(NAME, self._reader.bad_reasons)
+            if getattr(self._phase.clip, "left_out", 0):
+                self._bad.add(NAME, {EMPTY: "the model could not compute some records, whose numbers it is not told"})
 
     def epsilon(self) -> float:
         """What the ledger has charged so far: every step that began."""
