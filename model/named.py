@@ -198,6 +198,8 @@ def _config(name: str, args: dict[str, Any]) -> dict[str, Any]:
 
 def reads_texts(config: dict[str, Any]) -> bool:
     """Whether it is a language model's. Some image models have a vocabulary too, of what patches look like."""
+    if sees_and_writes(config):  # some of whose configs state the decoder's words at the top, too
+        return False
     return isinstance(config.get("vocab_size"), int) and not {"image_size", "n_pixels"} & config.keys()
 
 

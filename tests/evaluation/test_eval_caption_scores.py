@@ -21,6 +21,7 @@ from murmuration.evaluation.measures.caption_scores import (
     text_ranks,
 )
 from murmuration.model.build import build
+from murmuration.model.captioner import caption_loss
 from murmuration.model.settings import ModelSettings
 
 PAD, START, END, RED, BLUE = range(5)
@@ -41,6 +42,9 @@ class Fixed:
             for token, chance in chances.items():
                 table[picture, token] = math.log(chance)
         return table[memory.long()][:, None].expand(-1, tokens.shape[1], -1)
+
+    def caption_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return caption_loss(logits, targets)
 
 
 CAPTIONS = torch.tensor([[START, RED, END, PAD], [START, BLUE, END, PAD], [START, RED, RED, END]])

@@ -64,6 +64,8 @@ def folder_of(kind: str, folder: Path) -> Any:
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     net.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())  # older ones state the decoder's words at the top as well
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["text_config"]["vocab_size"]}))
     write_tokenizer(folder, "<image>")
     half = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "size": {"height": SIDE, "width": SIDE}}
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": half}))

@@ -212,7 +212,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda raw: raw.update(zero_optimization={"stage": 3}) or raw["run"].update(engine="deepspeed"), "ZeRO-3"),
     (lambda raw: raw["run"].update(engine="fsdp2"), "FSDP2 shard"),
     (lambda raw: raw["model"].update(patch_size=8), 'family "gpt2" has no model.patch_size'),
-    (lambda raw: raw["model"].update(size="huge"), "choose small or custom"),
+    (lambda raw: raw["model"].update(size="huge"), "choose small, large or custom"),
     (lambda raw: raw["phases"][1]["data"].pop("tokenizer"), "needs data.tokenizer"),
     (lambda raw: raw["phases"][1]["privacy"].update(views=2), "cropped in several ways"),
     (lambda raw: raw["phases"][1].update(trainable="bias"), "of which no part is called 'bias'"),

@@ -53,7 +53,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 class Charged:
     budget = 1.39
 
-    def __call__(self) -> float:
+    def __call__(self, left: int) -> float:
         return 1.0
 
 
