@@ -40,7 +40,7 @@ lint: $(READY) build/types-checked
 	@$(BIN)/lint-imports --no-cache
 
 # Nearly all of lint's time. A folder is younger than the stamp when a file in it came or went.
-build/types-checked: $(READY) $(shell find -L murmuration \( -name '*.py' -o -type d ! -name __pycache__ \) -print)
+build/types-checked: $(READY) $(shell find -L murmuration \( -name '*.py' -o -type d ! -name __pycache__ \) -print 2>/dev/null)
 	@NODE_OPTIONS=--max-semi-space-size=64 $(BIN)/basedpyright --level error
 	@mkdir -p $(@D) && touch $@
 
