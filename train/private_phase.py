@@ -136,8 +136,6 @@ class PrivatePhase:
             assert self.loader is not None, "feed() comes first"
             records = Records(self.loader.draw, self.loader.micro_batches).until_unreadable(stop)
         self._at_end.callback(self.core.close)
-        if isinstance(self.clip, BookKeepingClip):
-            self.clip.leaves_out = True
         self.made = self.core.step(
             self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise,
             probes=None if self.rate is None else self.rate.probes,

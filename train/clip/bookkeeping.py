@@ -112,6 +112,7 @@ class BookKeepingClip:
         self.leaves_out = False
         """Whether records that the model cannot compute are left out: once it has shown that it computes others."""
         self.left_out = 0
+        """How often that was done. Private."""
         self._held: Held | None = None
 
     @property
@@ -219,11 +220,12 @@ class BookKeepingClip:
         """That a record ended the run would tell of it, and every start would draw it again. So one that the model
         cannot compute has no finite loss. Not on a GPU, which is lost after such an error, nor where ranks hold parts
         of the weights, and must call the model together."""
-        if not self.leaves_out or present.is_cuda or not isinstance(sums, ExactSums):
+        lost = present.is_cuda or isinstance(error, torch.OutOfMemoryError)
+        if not self.leaves_out or lost or not isinstance(sums, ExactSums):
             raise error
         with autocast(self.precision, present.device):
             odd = incomputable(model, inputs, present)
-        if isinstance(error, torch.OutOfMemoryError) or not odd.any():
+        if not odd.any():
             raise error
         self.left_out += int(odd.sum())
         rest = {}

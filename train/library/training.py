@@ -31,6 +31,7 @@ from murmuration.accounting.make_plan import steps_of
 from murmuration.accounting.plan import PrivacyPlan, require_together
 from murmuration.data.batch.function_reader import FunctionReader
 from murmuration.data.draw.micro_batch import EMPTY
+from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.isolated import kept_of_records
 from murmuration.train.clip.losses import incomputable
 from murmuration.train.config.optimizer import Optimizer
@@ -177,6 +178,8 @@ class PrivateTraining:
         self._unchanged.proved()
         self._reader = reader = self._records.reader(self._own.read_key)
         self.ranks.on_main(lambda: self._try_first(reader))
+        if isinstance(phase.clip, BookKeepingClip):  # in a recipe, what a decoder has passed can be computed
+            phase.clip.leaves_out = True
         self._bad, self._stop = BadRecordList(run.folder, self.ranks.rank), StopRequest(run.folder.stop_file)
         self._at_end.callback(self._stop.restore)
         phase.feed(reader)
@@ -284,7 +287,7 @@ class PrivateTraining:
     def _list_unusable(self) -> None:
         if self._phase is not None and self._phase.made is not None:
             self._bad.add(NAME, self._reader.bad_reasons)
-            if getattr(self._phase.clip, "left_out", 0):
+            if isinstance(clip := self._phase.clip, BookKeepingClip) and clip.left_out:
                 self._bad.add(NAME, {EMPTY: "the model could not compute some records, whose numbers it is not told"})
 
     def epsilon(self) -> float:

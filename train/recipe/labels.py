@@ -101,8 +101,10 @@ def leave_out(index: RecordIndex, classes: ClassFilter | None, where: str, neede
             f"{where}: exclude_classes needs data.label and data.classes, which say what class a record of a shard "
             "has; name both, or leave classes out of a folder of images"
         )
-    assert hasattr(index, "without"), "of shards or of a stream, since the config refused any other"
-    return index.without(classes)  # pyright: ignore[reportAttributeAccessIssue]
+    from murmuration.data.draw.stream import StreamIndex  # only here: it brings PyTorch along
+
+    assert isinstance(index, ShardIndex | StreamIndex), "the config refused any other"
+    return index.without(classes)
 
 
 def _left_out_everywhere(config: Config) -> set[str]:
