@@ -221,6 +221,37 @@ def test_items_that_are_no_tensors_are_told_at_the_start(tmp_path: Path) -> None
         found.prove()
 
 
+class Jittered(Dataset[tuple[Tensor, Tensor]]):
+    """Draws for each item, and remembers what."""
+
+    def __init__(self, missing: frozenset[int] = frozenset()) -> None:
+        self.missing, self.drawn = missing, dict[int, float]()
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        if at in self.missing:
+            raise ValueError("missing")
+        self.drawn[at] = float(torch.rand(()))
+        return X[at] + self.drawn[at], Y[at]
+
+    def __len__(self) -> int:
+        return RECORDS
+
+
+def test_what_items_draw_is_that_of_the_run_and_of_no_other_record(tmp_path: Path) -> None:
+    def drawn(name: str, seed: int, missing: frozenset[int] = frozenset()) -> dict[int, float]:
+        data = Jittered(missing)
+        with own(tmp_path / name, reader=data, debug_seed=seed, steps=1) as found:
+            found.prove()
+            data.drawn.clear()
+            found.step(1)
+            return dict(data.drawn)
+
+    here, other = drawn("here", SEED), drawn("other", SEED + 1)
+    assert len(here.keys() & other.keys()) > 2 and all(here[at] != other[at] for at in here.keys() & other.keys())
+    gone = min(here)
+    assert drawn("without", SEED, frozenset({gone})) == {at: value for at, value in here.items() if at != gone}
+
+
 # Records that the model cannot compute.
 
 LABELS = (Y > 0).long()
