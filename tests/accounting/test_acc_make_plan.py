@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from murmuration.accounting import make_plan as module
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.epsilon.calibrate import MOST_STEPS
@@ -129,3 +130,15 @@ def test_a_simulation_has_at_least_the_noise_that_is_accounted_and_a_batch_of_on
         stand_in(plan, 51.0)
     with pytest.raises(PlanError, match=rf"the noise multiplier 0\.099; use at most {10 / LEAST_SIGMA:g}$"):
         stand_in(plan, 101.0)
+
+
+@pytest.mark.parametrize("changes", [{"delta": 0.011}, {"delta": 0.0}, {"expected_batch": 101}])
+def test_what_no_noise_makes_possible_is_refused_before_any_is_calibrated(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calibrated(*given: object, **options: object) -> float:
+        raise AssertionError("calibrating takes seconds, or for ever")
+
+    monkeypatch.setattr(module, "calibrate_sigma", calibrated)
+    with pytest.raises(PlanError):
+        make_plan(replace(ONE, **changes))

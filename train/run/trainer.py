@@ -167,7 +167,7 @@ class Spent:
             found = ahead[1].result()
         else:
             found = history.epsilon()
-        if (last := history.last_charge()) is not None and left > 0:
+        if (last := history.last_charge()) is not None:
             until_next = history.charges_of_next(min(self._every, left))
             expected = merge([*charged, replace(last, count=until_next)])
             self._ahead = (expected, self._thread.submit(epsilon, expected, history.delta()))
