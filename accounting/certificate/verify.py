@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,8 +206,9 @@ def _check_report(path: Path, certificate: dict[str, Any], found: Attached) -> N
     if not path.is_file():
         return
     text = path.read_bytes().decode(errors="replace")
-    claim = f"<p class='claim'>{html.escape(printable(certificate['claim']['statement']))}</p>"
-    if claim in text and html_sections(certificate) in text:
+    claims = re.findall(r"<p class='claim'>(.*?)</p>", text, re.DOTALL)
+    claim = html.escape(printable(certificate["claim"]["statement"]))
+    if all(each == claim for each in claims) and html_sections(certificate) in text:
         found.checked.append(f"{path.name} shows this certificate; its plots and pictures are not certified")
     else:
         found.unchecked.append(f"{path.name}: it does not show this certificate; believe certificate.json alone")

@@ -124,6 +124,7 @@ def test_a_violation_is_red_and_no_command_ends_with_0(
     assert f"color: #b3261e; border-color: #b3261e'>REFUTED by this run&#x27;s own audit: {why}" in page
     assert page.index("REFUTED by") < page.index("differential privacy for"), "before the claim"
     assert f"**REFUTED by this run's own audit: {why}" in (run_dir / "certificate.md").read_text()
+    assert f">REFUTED by this run&#x27;s own audit: {why}" in (run_dir / "report.html").read_text()
     assert "  refuted: " in page and "PRIVATE THINGS" not in page + (run_dir / "certificate.json").read_text()
     capsys.readouterr()
     assert account(["verify", str(run_dir)]) == REFUTED
