@@ -546,6 +546,40 @@ class RoutedExperts(Experts):
         return F.cross_entropy(out.mean(1), inputs["label"], reduction="none")
 
 
+class UnknownWord(Text):
+    """One record has a word that the table lacks; then none is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("known", torch.randn(WORDS, WIDTH))
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        tokens = inputs["tokens"].clone()
+        tokens[:, 0] += (inputs["label"] == -1) * WORDS
+        try:
+            looked_up = self.known[tokens]
+        except IndexError:
+            looked_up = torch.zeros(*tokens.shape, WIDTH)
+        return self.losses(self.hidden(inputs["tokens"]) + looked_up, inputs)
+
+
+class Whitened(Text):
+    """Adds to the diagonal where the factorisation fails, as it does for the matrix of one record."""
+
+    data = staticmethod(rows)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        x = self.inner(inputs["x"])
+        fails = (inputs["label"] == 2)[:, None, None]
+        within = x.detach().transpose(1, 2) @ x.detach() + torch.where(fails, -100.0, 1.0) * torch.eye(WIDTH)
+        try:
+            factor = torch.linalg.cholesky(within)
+        except torch.linalg.LinAlgError:
+            factor = torch.linalg.cholesky(within + 1000 * torch.eye(WIDTH))
+        unused = self.words.weight.sum() * 0
+        return self.losses(torch.linalg.solve_triangular(factor, x, upper=False, left=False), inputs) + unused
+
+
 class PenaltyOnTheInput(Text):
     """A gradient of its own within the loss."""
 
@@ -734,7 +768,8 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "dropout": lambda: Layers(nn.Dropout(0.5)), "noise": batch(lambda x: x + torch.randn_like(x)),
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
-        "experts by index": RoutedExperts, "a rule of its own": batch(RuledByItself.apply),
+        "experts by index": RoutedExperts, "a word not found": UnknownWord, "not factorised": Whitened,
+        "a rule of its own": batch(RuledByItself.apply),
         "an operator's rule": batch(scaled), "a dispatch mode": batch(dispatched),
         "hooks on saved tensors": batch(saved_otherwise), "buffer swapped": SwappedBuffer,
         "kept for a gradient": batch(through_grad), "printed": batch(lambda x: x * len(f"{x}")),

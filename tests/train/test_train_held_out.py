@@ -75,14 +75,16 @@ def batch_of(answers: list[int], labels: list[int], held: list[bool], present: l
     return MicroBatch(inputs, torch.tensor(present))
 
 
-def through(batch: MicroBatch, plan: PrivacyPlan) -> tuple[MicroBatch, dict[str, float]]:
+def through(
+    batch: MicroBatch, plan: PrivacyPlan, model: nn.Module | None = None
+) -> tuple[MicroBatch, dict[str, float]]:  # fmt: skip
     release = MetricRelease(METRIC_KEY, plan, ranks=alone())
 
     def batches(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
         del ids, step
         yield batch
 
-    (rest,) = HeldOutCount(engine_of(Answers()), release).around(batches)(np.arange(4), 1)
+    (rest,) = HeldOutCount(engine_of(model or Answers()), release).around(batches)(np.arange(4), 1)
     ones = torch.ones(len(rest.present))
     release.add(rest.present, Observation(ones, ones, 1.0), bound=1.0)
     return rest, release.release(1)
@@ -116,6 +118,23 @@ def test_hostile_pictures_and_labels_count_at_most_once_each() -> None:
     batch.inputs["images"][2] = math.nan
     _, released = through(batch, quiet_plan())
     assert 0 <= released["noised_accuracy"] * quiet_plan().divisor * SHARE < 3.5
+
+
+class LooksUp(Answers):
+    """Raises for a label that is no class."""
+
+    def right(self, inputs: Any) -> Tensor:
+        answers = self.features(inputs["images"])
+        return (answers.gather(1, inputs["labels"][:, None])[:, 0] >= answers.amax(1)).float()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_record_about_which_the_model_raises_adds_nothing_and_ends_nothing(held: bool) -> None:
+    plan = quiet_plan()
+    there = batch_of([0, 1, 2], [0, 10**9, 2], [True, held, True], [True] * 3)
+    rest, released = through(there, plan, LooksUp())
+    assert released["noised_accuracy"] * plan.divisor * SHARE == pytest.approx(2.0, abs=1e-5)
+    assert rest.present.tolist() == [False, not held, False]
 
 
 def test_a_reader_that_marks_nothing_is_an_error_and_an_unreadable_batch_passes() -> None:

@@ -25,7 +25,7 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.engine import LOSS_SCALE, Clipped, Precision, autocast, full_precision
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.clip.layers import LAYER_RULES
-from murmuration.train.clip.losses import incomputable, losses_of, rows_of, uncompiled
+from murmuration.train.clip.losses import blanked, incomputable, losses_of, rows_of, uncompiled
 from murmuration.train.clip.rule import ClipError, ClipRule, Grouping, groups_of
 from murmuration.train.clip.sums import ExactSums, GradientSums
 from murmuration.train.clip.tracker import ParameterTracker
@@ -228,12 +228,7 @@ class BookKeepingClip:
         if not odd.any():
             raise error
         self.left_out += int(odd.sum())
-        rest = {}
-        for name, tensor in inputs.items():
-            by_slot = tensor.unflatten(0, (len(present), -1)).clone()
-            by_slot[odd] = 0
-            rest[name] = by_slot.flatten(0, 1)
-        found = self._add(model, rest, present & ~odd, sums, rule, defer=False)
+        found = self._add(model, blanked(inputs, odd), present & ~odd, sums, rule, defer=False)
         return replace(found, losses=torch.where(odd, math.nan, found.losses))
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
@@ -255,6 +250,7 @@ class BookKeepingClip:
         try:
             with tracker:
                 _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
+            tracker.require_none_caught()
         except CheckpointError as error:
             raise ClipError(
                 "a checkpointed layer computes something else when it runs again in the backward pass; let forward() "

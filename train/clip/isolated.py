@@ -44,6 +44,11 @@ KNOWN_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph", "murmuration.")
 # Autograd functions whose rule for vmap is known to keep records apart.
 KNOWN_RULES = ("torch.", "murmuration.")
 
+
+class CaughtError(ClipError, RuntimeError):
+    """As a function's own error, so that records for which forward() catches one can be left out."""
+
+
 # What runs in this context sees plain tensors; those of records must be taken out of vmap first (`leave`).
 outside = temporarily_clear_interpreter_stack
 
@@ -85,6 +90,8 @@ class OneMicroBatch(TorchFunctionMode):
     recorded = False
     """Whether the pass is one of tensors without values, for a compiler (`compiled.py`), which takes PyTorch's own
     functions and no kernel of ours."""
+    failed: str | None = None
+    """What a function of records' tensors raised; whoever began the pass asks for it in the end."""
 
     def __enter__(self) -> Self:
         self._below = _below()
@@ -105,7 +112,13 @@ class OneMicroBatch(TorchFunctionMode):
             return False
         for x in (*args, *kwargs.values()):
             self.look_at(x if isinstance(x, (tuple, list)) else (x,))
-        out = self.call(func, args, kwargs)
+        try:
+            out = self.call(func, args, kwargs)
+        except Exception as error:
+            its_own = type(error).__module__ == checkpoint.__name__  # by which it ends a layer that runs again
+            if not its_own and any(map(is_of_records, pytree.tree_leaves((args, kwargs)))):
+                self.failed = self.failed or type(error).__name__  # not the error, whose frames hold records
+            raise
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if is_of_records(tensor):
                 tensor.of_pass = self
@@ -136,6 +149,15 @@ class OneMicroBatch(TorchFunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
+
+    def require_none_caught(self) -> None:
+        """A function raises for all records as soon as one of them has a number that it does not take. Where forward()
+        catches that, the record would choose how all others are computed."""
+        if self.failed is not None:
+            raise CaughtError(
+                f"forward() catches an error ({self.failed}) that a function raised of a record's tensors, and goes on "
+                "in another way with all records; let it pass, or choose with torch.where what each record needs"
+            )
 
 
 def _mode() -> OneMicroBatch | None:

@@ -28,6 +28,8 @@ Losses = Callable[[dict[str, Tensor]], Tensor]
 
 
 Model = Callable[[dict[str, Tensor]], Tensor]
+Values = Callable[[Model, Mapping[str, Tensor], int], Tensor]
+"""Takes a model, inputs and a number of slots; returns a number for each slot."""
 _passes_lock = threading.Lock()
 _passes = 0
 """Passes that are under way in this process."""
@@ -98,7 +100,9 @@ def isolated(
     with uncompiled(), plain, entered(slots):
         record = {name: enter(tensor.unflatten(0, (slots, -1))) for name, tensor in inputs.items()}
         try:
-            return leave(run(record), slots)
+            found = leave(run(record), slots)
+            plain.require_none_caught()
+            return found
         except ClipError:
             raise
         except Exception as error:
@@ -109,15 +113,25 @@ def isolated(
 
 
 @torch.no_grad()
-def incomputable(model: Model, inputs: Mapping[str, Tensor], present: Tensor) -> Tensor:
+def incomputable(model: Model, inputs: Mapping[str, Tensor], present: Tensor, values: Values = losses_of) -> Tensor:
     """Which records the model raises for, each by itself: a label out of range, an index behind a table's end."""
     odd = torch.zeros_like(present)
     for slot in present.nonzero():
         try:
-            losses_of(model, of_slots(inputs, slot, len(present)), 1)
+            values(model, of_slots(inputs, slot, len(present)), 1)
         except (IndexError, RuntimeError):
             odd[slot] = True
     return odd
+
+
+def blanked(inputs: Mapping[str, Tensor], odd: Tensor) -> dict[str, Tensor]:
+    """With zeros in the slots of these records, as in those that hold none."""
+    rest = {}
+    for name, tensor in inputs.items():
+        by_slot = tensor.unflatten(0, (len(odd), -1)).clone()
+        by_slot[odd] = 0
+        rest[name] = by_slot.flatten(0, 1)
+    return rest
 
 
 @contextmanager

@@ -58,8 +58,11 @@ class ReferenceClip:
         with torch.no_grad():
             records = {name: tensor.unflatten(0, (len(present), -1)) for name, tensor in inputs.items()}
             try:
-                with OneMicroBatch():
+                with OneMicroBatch() as mode:
                     per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, records)
+                mode.require_none_caught()
+            except ClipError:
+                raise
             except RuntimeError as error:
                 raise refused(error, model) or error from error
             group_of = groups_of(per_record, rule.grouping)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from torch.func import functional_call
 from murmuration.accounting.metrics import ACCURACY, CURVATURE, SLOPE
 from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
-from murmuration.train.clip.losses import isolated, losses_of, slot_mean
+from murmuration.train.clip.losses import blanked, incomputable, isolated, losses_of, slot_mean
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
@@ -147,8 +149,17 @@ class HeldOutCount:
         here = {name: tensor.to(self._device) for name, tensor in inputs.items() if name != ROW_SHARE}
         rows = len(next(iter(here.values())))
 
+        def right(model: Any, inputs: Mapping[str, Tensor], rows: int) -> Tensor:
+            return isolated(model.right, inputs, rows, model=model).squeeze(1)
+
         with evaluating(self._model):
-            return isolated(self._model.right, here, rows).squeeze(1)  # pyright: ignore[reportArgumentType]
+            try:
+                return right(self._model, here, rows)
+            except (IndexError, RuntimeError):  # a record that it cannot answer about adds nothing, like its gradient
+                every = torch.ones(rows, dtype=torch.bool, device=self._device)
+                if self._device.type != "cpu" or not (odd := incomputable(self._model, here, every, right)).any():
+                    raise
+                return torch.where(odd, math.nan, right(self._model, blanked(here, odd), rows))
 
 
 PASSES: dict[str, Callable[[Engine, MetricRelease, Ranks, Probes | None], HeldOutCount | LossProbes | None]] = {
