@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.composition import Known, composed, known_runs
+from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.chain import LedgerError
@@ -64,22 +64,26 @@ def _summary(measure: Measure, values: list[float]) -> dict[str, Any] | None:
 def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
     """What all private runs together cost a record: the price of looking at all of them, and of choosing among them.
     None where no run is private."""
-    ledgers = []
+    lines, bare = [], 0
     for folder in folders:
         try:
-            history, entries = History.read(folder / "ledger.jsonl")
+            history, _ = History.read(folder / "ledger.jsonl")
         except (OSError, LedgerError):
             continue
+        bare += not all(history.nonprivate.values())
         if history.plans:
-            ledgers.append((history, entries, folder))
-    if not ledgers:
+            lines.append({"id": history.run_id, "folder": str(folder)})
+    # Each at what it claims, whichever comes first: a run may claim more than it has charged.
+    known = sorted((run for line in lines for run in known_runs([line])), key=lambda run: not run.private)
+    if not known:
         return None
-    history, entries, _ = ledgers[0]
-    lines = [{"id": each.run_id, "folder": str(folder)} for each, _, folder in ledgers[1:]]
-    others: list[Known] = known_runs(lines)
-    found = composed(history, entries, history.epsilon(), others)
+    first, *others = known
+    if first.history is None or first.entries is None:
+        found: dict[str, Any] = {"because": "none of them keeps a promise"}
+    else:
+        found = composed(first.history, first.entries, first.epsilon, others)
     told = {name: found.get(name) for name in ("epsilon_sum", "epsilon_together", "delta_together", "because")}
-    return {"runs": len(ledgers), **told}
+    return {"runs": len(known), "without_noise": bare, **told}
 
 
 def table_of(study: Study, found: dict[str, Any]) -> list[list[str]]:
@@ -97,10 +101,12 @@ def cost_in_words(cost: dict[str, Any] | None) -> str:
         return "No run of this study was private."
     if cost["epsilon_sum"] is None:
         return f"What the {cost['runs']} runs cost a record together is not known: {cost.get('because')}."
+    bare = cost["without_noise"]
+    more = f" {bare} more trained without noise on records not declared public, which no ε covers." if bare else ""
     return (
         f"The private runs of this study ({cost['runs']}) together cost a record ε = {cost['epsilon_together']:.4g} at "
         f"δ = {cost['delta_together']:.3g} if their settings were fixed beforehand, and ε = {cost['epsilon_sum']:.4g} "
-        "in any case. To choose among them by these numbers costs that much, not the ε of the chosen run."
+        "in any case. To choose among them by these numbers costs that much, not the ε of the chosen run." + more
     )
 
 
