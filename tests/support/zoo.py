@@ -546,6 +546,12 @@ class RoutedExperts(Experts):
         return F.cross_entropy(out.mean(1), inputs["label"], reduction="none")
 
 
+class Counted(Text):
+    def forward(self, inputs: Inputs) -> Tensor:
+        counts = torch.bincount(inputs["tokens"][0]).float()
+        return self.losses(self.hidden(inputs["tokens"]) * counts.mean(), inputs)
+
+
 class UnknownWord(Text):
     """One record has a word that the table lacks; then none is looked up."""
 
@@ -768,7 +774,8 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "dropout": lambda: Layers(nn.Dropout(0.5)), "noise": batch(lambda x: x + torch.randn_like(x)),
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
-        "experts by index": RoutedExperts, "a word not found": UnknownWord, "not factorised": Whitened,
+        "experts by index": RoutedExperts, "counted": Counted,
+        "a word not found": UnknownWord, "not factorised": Whitened,
         "a rule of its own": batch(RuledByItself.apply),
         "an operator's rule": batch(scaled), "a dispatch mode": batch(dispatched),
         "hooks on saved tensors": batch(saved_otherwise), "buffer swapped": SwappedBuffer,

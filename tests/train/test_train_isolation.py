@@ -71,6 +71,7 @@ REFUSED = {
     "instance norm with statistics": "running statistics", "dropout": "draws random numbers",
     "noise": "draws random numbers", "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
     "function of one's own": "autograd.Function of its own", "experts by index": "picks rows or elements",
+    "counted": "as long as what a record holds",
     "a word not found": "catches an error", "not factorised": "catches an error",
     "a rule of its own": "rule for vmap of its own", "an operator's rule": "rule for vmap of its own",
     "a dispatch mode": "TorchDispatchMode", "hooks on saved tensors": "saved_tensors_hooks",

@@ -34,6 +34,11 @@ OBJECTIONS = [
         "dynamic shape", "picks rows or elements by what they hold (a boolean index, nonzero, unique)",
         "keep the shape, and mask with torch.where",
     ),
+    Objection(  # whose own words tell the sizes
+        "stack expects each tensor to be equal size",
+        "makes tensors as long as what a record holds says (bincount, repeat_interleave, argwhere)",
+        "keep the shape, as one_hot with num_classes does",
+    ),
     Objection(
         "random operation", "draws random numbers for all records together",
         "make every random choice an input, or use the layers of model.drop; in evaluation mode nothing is dropped",
