@@ -18,8 +18,8 @@ HEAD = """# Results on real images
 
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
 
-What private training reaches on real images, each table with the command that made it. Means are over runs with their
-own keys and initial weights; ± is their standard deviation.
+What private training reaches on CIFAR-10, each table with its command. Means are over runs with their own keys and
+initial weights; ± is their standard deviation.
 """
 
 
@@ -38,7 +38,7 @@ def section(told: dict[str, Any], name: str) -> str:
 
     {told["command"]}
 
-{tables(found)}![{found["title"]}](../benchmarks/results/studies/{name}.png)
+{tables(found)}![Plot](../benchmarks/results/studies/{name}.png)
 
 {cost(found["cost"])}
 {told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
@@ -75,8 +75,8 @@ def by_arm(found: dict[str, Any], labels: list[str]) -> list[list[str]]:
 
 def cost(of: dict[str, Any]) -> str:
     return (
-        f"The {of['runs']} private runs together cost a record ε = {of['epsilon_together']:.4g} at δ = "
-        f"{of['delta_together']:.3g} if their settings were fixed beforehand, and {of['epsilon_sum']:.4g} in any case."
+        f"All {of['runs']} private runs cost ε = {of['epsilon_together']:.4g} at δ = {of['delta_together']:.3g} if "
+        f"settings were fixed beforehand, {of['epsilon_sum']:.4g} in any case."
     )
 
 
@@ -85,8 +85,8 @@ def by_commit(rows: list[dict[str, Any]]) -> str:
     text = """
 ## By commit
 
-Each time that committed results changed (`python benchmarks/leaderboard.py`). A ratio is the time of a private
-micro-batch in that of a plain one, from the same run; records/s are those of the machine of that day.
+Each change of committed results (`python benchmarks/leaderboard.py`). A ratio is the time of a private micro-batch over
+that of a plain one in the same run; records/s depend on the machine of that day.
 """
     for name in dict.fromkeys(row["results"] for row in rows):
         mine = [row for row in rows if row["results"] == name]
