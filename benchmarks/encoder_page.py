@@ -11,12 +11,11 @@ HEAD = """\
 # Encoders by name
 
 {passed} of these {all} encoders of timm can be trained privately ([how to name one](models.md#encoders-by-name)),
-{stored} of them with stored BatchNorm statistics. For {exact:.0%}, our clipped sum differs from plain autograd over
-single examples by a relative 1e-6 at most, in fp64. A number behind a name is the time of a clipped micro-batch over a
-plain forward and backward pass, on one CPU core; it is lower at [real sizes](costs.md).
+{stored} of them with stored BatchNorm statistics. For {exact:.0%}, our clipped sum equals plain autograd over single
+examples to a relative 1e-6, in fp64.
 
-`{command}` measured this with timm {timm} and torch {torch}, at the smallest sizes that the
-constructors allow. Don't edit this page: `--page` generates it.
+Measured with timm {timm} and torch {torch} by `{command}`, at the smallest sizes that the
+constructors allow ([figures](../benchmarks/results/encoders.json)). Don't edit this page: `--page` generates it.
 
 ## Equal to 1e-6, by clipping rules alone: {by_rules:.0%}
 
@@ -24,10 +23,10 @@ constructors allow. Don't edit this page: `--page` generates it.
 WRITTEN = """
 ## The others
 
-The per-example gradients of weights without a clipping rule are written out one by one, which is exact but slower.
+Weights without a clipping rule have their per-example gradients written out, which is exact but slower.
 
-| timm's name | written out | time |
-|---|---|---|
+| timm's name | written out |
+|---|---|
 """
 REFUSED = """
 ## Refused
@@ -42,16 +41,14 @@ def page(found: dict[str, Any]) -> str:
     passed = {name: row for name, row in names.items() if "ratio" in row}
     told = {"command": found["command"], "passed": len(passed), "all": len(names), **shares(names), **found["setting"]}
     by_rules = {name: row for name, row in passed.items() if row["error"] <= EXACT and not row["written_out"]}
-    listed = textwrap.fill(
-        ", ".join(f"`{name}`\N{NO-BREAK SPACE}{row['ratio']:.1f}" for name, row in by_rules.items()), 120
-    )
+    listed = textwrap.fill(", ".join(f"`{name}`" for name in by_rules), 120)
     text = f"{HEAD.format(**told)}{listed}.\n{WRITTEN.format(**told)}"
     for name, row in passed.items():
         if name in by_rules:
             continue
         short = dict.fromkeys(".".join(each.split(".")[-2:]) for each in row["written_out"])
         inexact = [f"none; error {row['error']:.0e}"] if row["error"] > EXACT else []
-        text += f"| `{name}` | {', '.join([*(f'`{each}`' for each in short), *inexact])} | {row['ratio']:.1f} |\n"
+        text += f"| `{name}` | {', '.join([*(f'`{each}`' for each in short), *inexact])} |\n"
     text += REFUSED
     for name, row in names.items():
         if name not in passed:
