@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 EXACT = 1e-6
@@ -21,12 +22,10 @@ constructors allow ([figures](../benchmarks/results/encoders.json)). Don't edit 
 
 """
 WRITTEN = """
-## The others
+## Exact, but slower
 
-Weights without a clipping rule have their per-example gradients written out, which is exact but slower.
+Weights without a clipping rule, mostly tables of relative positions, have their per-example gradients written out:
 
-| timm's name | written out |
-|---|---|
 """
 REFUSED = """
 ## Refused
@@ -41,14 +40,11 @@ def page(found: dict[str, Any]) -> str:
     passed = {name: row for name, row in names.items() if "ratio" in row}
     told = {"command": found["command"], "passed": len(passed), "all": len(names), **shares(names), **found["setting"]}
     by_rules = {name: row for name, row in passed.items() if row["error"] <= EXACT and not row["written_out"]}
-    listed = textwrap.fill(", ".join(f"`{name}`" for name in by_rules), 120)
-    text = f"{HEAD.format(**told)}{listed}.\n{WRITTEN.format(**told)}"
-    for name, row in passed.items():
-        if name in by_rules:
-            continue
-        short = dict.fromkeys(".".join(each.split(".")[-2:]) for each in row["written_out"])
-        inexact = [f"none; error {row['error']:.0e}"] if row["error"] > EXACT else []
-        text += f"| `{name}` | {', '.join([*(f'`{each}`' for each in short), *inexact])} |\n"
+    text = f"{HEAD.format(**told)}{_listed(by_rules)}.\n"
+    text += f"{WRITTEN}{_listed(name for name, row in passed.items() if row['written_out'])}.\n"
+    text += "".join(
+        f"\n`{name}` has an error of {row['error']:.0e}.\n" for name, row in passed.items() if row["error"] > EXACT
+    )
     text += REFUSED
     for name, row in names.items():
         if name not in passed:
@@ -62,6 +58,10 @@ def shares(names: dict[str, dict[str, Any]]) -> dict[str, float]:
     by_rules = [row for row in exact if not row["written_out"]]
     stored = sum(row.get("statistics", False) and "ratio" in row for row in names.values())
     return {"stored": stored, "exact": len(exact) / len(names), "by_rules": len(by_rules) / len(names)}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names), 120)
 
 
 def _why(row: dict[str, Any]) -> str:
