@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +16,13 @@ from murmuration.accounting.certificate.composition import SUMS, total
 from murmuration.accounting.certificate.evidence import fault_of as fault_of_audit
 from murmuration.accounting.certificate.evidence import refutations
 from murmuration.accounting.certificate.limits import claimed_events
-from murmuration.accounting.certificate.pages import pages
+from murmuration.accounting.certificate.pages import html_sections, pages
 from murmuration.accounting.certificate.signature import fault_of
 from murmuration.accounting.certificate.statement import FORMAT, compose, deviations_of, uncovered
 from murmuration.accounting.days import fault_of as fault_of_dates
 from murmuration.accounting.epsilon.accountant import Accountant
 from murmuration.accounting.errors import AccountingError, RunError, written_before
+from murmuration.accounting.escaping import printable
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.heads import lost_charges, noted_in, read_heads, uncharged, unknown
@@ -101,6 +104,7 @@ def verify(
             _check_audit(certificate, attached)
             if certificate_path.name == "certificate.json":
                 _check_pages(run_dir, pages(certificate), "certificate.json", attached)
+                _check_report(run_dir / "report.html", certificate, attached)
                 _check_statements(run_dir, certificate, history, attached)
             else:
                 attached.unchecked.append(f"the pages: they show certificate.json, not {certificate_path.name}")
@@ -195,6 +199,19 @@ def _check_pages(run_dir: Path, made: dict[str, bytes], source: str, found: Atta
                 f"{name}: differs from the page that this version makes of {source}; another version may have written "
                 f"it, or somebody changed it, so believe {source} alone"
             )
+
+
+def _check_report(path: Path, certificate: dict[str, Any], found: Attached) -> None:
+    """Its plots and pictures are nobody's signed word, but the claim that it shows must be the certificate's."""
+    if not path.is_file():
+        return
+    text = path.read_bytes().decode(errors="replace")
+    claims = re.findall(r"<p class='claim'>(.*?)</p>", text, re.DOTALL)
+    claim = html.escape(printable(certificate["claim"]["statement"]))
+    if all(each == claim for each in claims) and html_sections(certificate) in text:
+        found.checked.append(f"{path.name} shows this certificate; its plots and pictures are not certified")
+    else:
+        found.unchecked.append(f"{path.name}: it does not show this certificate; believe certificate.json alone")
 
 
 def _check_statements(run_dir: Path, certificate: dict[str, Any], history: History, found: Attached) -> None:

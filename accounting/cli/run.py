@@ -49,7 +49,9 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         lines.append(verdict.objection)
     unchecked = verdict.unchecked
     lines.append(
-        f"what was checked holds; not checked: {'; '.join(unchecked)}" if unchecked else "everything was checked"
+        f"what was checked holds; not checked: {'; '.join(unchecked)}"
+        if unchecked
+        else "all that is certified was checked"
     )
     lines += [f"REFUTED by the run's own audit: {each}" for each in verdict.refuted]
     code = DONE if not unchecked else NOT_STRICT if arguments.strict else NOT_ALL_CHECKED

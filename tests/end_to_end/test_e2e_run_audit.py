@@ -63,7 +63,7 @@ def test_two_processes_train_and_one_audits_what_they_did(audited: Ran, capsys: 
     assert claim["epsilon"] == pytest.approx(History.read(run_dir / "ledger.jsonl")[0].epsilon(), rel=1e-9)
     assert account(["verify", str(run_dir)]) == DONE
     told = capsys.readouterr().out
-    assert "the numbers of the run's own audit agree" in told and told.endswith("everything was checked\n")
+    assert "the numbers of the run's own audit agree" in told and told.endswith("all that is certified was checked\n")
     page = (run_dir / "certificate.html").read_text()
     assert "Audit of the recipe after the run" in page and "not refuted" in page and "REFUTED by" not in page
     private = run_dir / "logs" / "private" / "replay.json"
@@ -124,6 +124,7 @@ def test_a_violation_is_red_and_no_command_ends_with_0(
     assert f"color: #b3261e; border-color: #b3261e'>REFUTED by this run&#x27;s own audit: {why}" in page
     assert page.index("REFUTED by") < page.index("differential privacy for"), "before the claim"
     assert f"**REFUTED by this run's own audit: {why}" in (run_dir / "certificate.md").read_text()
+    assert f">REFUTED by this run&#x27;s own audit: {why}" in (run_dir / "report.html").read_text()
     assert "  refuted: " in page and "PRIVATE THINGS" not in page + (run_dir / "certificate.json").read_text()
     capsys.readouterr()
     assert account(["verify", str(run_dir)]) == REFUTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -37,6 +38,22 @@ def test_run_directory_holds_what_the_design_lists(finished: tuple[Path, str]) -
     for private in (run_dir / "secret", run_dir / "tb" / "private", run_dir / "logs" / "private"):
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
     assert stat.S_IMODE((run_dir / "logs" / "private" / "curves.jsonl").stat().st_mode) == 0o600
+
+
+def test_a_report_that_claims_something_else_is_named(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """Nobody signs it, and it is the page that people open first."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    assert "report.html shows this certificate" in account("verify", str(run_dir)).stdout
+    page = (run_dir / "report.html").read_text()
+    claim = json.loads((run_dir / "certificate.json").read_text())["claim"]["statement"]
+    assert page.count(html.escape(claim)) > 1
+    first, second, *_ = (place.start() for place in re.finditer(re.escape(html.escape(claim)), page))
+    for place in (first, second):  # at the top, and in the certificate below
+        forged = page[:place] + "none" + page[place + len(html.escape(claim)) :]
+        (run_dir / "report.html").write_text(forged)
+        told = account("verify", str(run_dir))
+        assert told.returncode == 7 and "report.html: it does not show this certificate" in told.stdout
 
 
 def test_ledger_has_each_step_once_with_the_facts_of_the_acting_parts(finished: tuple[Path, str]) -> None:
@@ -152,7 +169,7 @@ def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[
         f"signed with the key {signer}" in finished[1] and f"signer: {signer}" in (out / "certificate.md").read_text()
     )
     whole = account("verify", str(out), "--strict", "--signer", signer)
-    assert whole.returncode == 0 and whole.stdout.splitlines()[-1] == "everything was checked", whole.stdout
+    assert whole.returncode == 0 and whole.stdout.splitlines()[-1] == "all that is certified was checked", whole.stdout
     assert "(0.001, 0)" not in (out / "certificate.md").read_text()
     old = os.umask(0o077)
     try:

@@ -30,6 +30,7 @@ from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped
+from murmuration.train.run.report import write_report
 from murmuration.train.storage.run_dir import RunDir
 
 RARE = 200
@@ -51,6 +52,7 @@ def attach(config: Config, root: Path, ranks: Ranks) -> int:
             if not config.run.keep_key:
                 destroy(run_dir.key)
             verify(root)
+    write_report(run_dir, config, document, parse(run_dir.evaluation.read_bytes()))
     found = refutations(document)
     for each in found:
         print(f"REFUTED by the run's own audit: {printable(each)}", flush=True)
