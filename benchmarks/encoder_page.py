@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 EXACT = 1e-6
@@ -11,23 +12,20 @@ HEAD = """\
 # Encoders by name
 
 {passed} of these {all} encoders of timm can be trained privately ([how to name one](models.md#encoders-by-name)),
-{stored} of them with stored BatchNorm statistics. For {exact:.0%}, our clipped sum differs from plain autograd over
-single examples by a relative 1e-6 at most, in fp64. A number behind a name is the time of a clipped micro-batch over a
-plain forward and backward pass, on one CPU core; it is lower at [real sizes](costs.md).
+{stored} of them with stored BatchNorm statistics. For {exact:.0%}, our clipped sum equals plain autograd over single
+examples to a relative 1e-6, in fp64.
 
-`{command}` measured this with timm {timm} and torch {torch}, at the smallest sizes that the
-constructors allow. Don't edit this page: `--page` generates it.
+Measured with timm {timm} and torch {torch} by `{command}`, at the smallest sizes that the
+constructors allow ([figures](../benchmarks/results/encoders.json)). Don't edit this page: `--page` generates it.
 
 ## Equal to 1e-6, by clipping rules alone: {by_rules:.0%}
 
 """
 WRITTEN = """
-## The others
+## Exact, but slower
 
-The per-example gradients of weights without a clipping rule are written out one by one, which is exact but slower.
+Weights without a clipping rule, mostly tables of relative positions, have their per-example gradients written out:
 
-| timm's name | written out | time |
-|---|---|---|
 """
 REFUSED = """
 ## Refused
@@ -42,16 +40,11 @@ def page(found: dict[str, Any]) -> str:
     passed = {name: row for name, row in names.items() if "ratio" in row}
     told = {"command": found["command"], "passed": len(passed), "all": len(names), **shares(names), **found["setting"]}
     by_rules = {name: row for name, row in passed.items() if row["error"] <= EXACT and not row["written_out"]}
-    listed = textwrap.fill(
-        ", ".join(f"`{name}`\N{NO-BREAK SPACE}{row['ratio']:.1f}" for name, row in by_rules.items()), 120
+    text = f"{HEAD.format(**told)}{_listed(by_rules)}.\n"
+    text += f"{WRITTEN}{_listed(name for name, row in passed.items() if row['written_out'])}.\n"
+    text += "".join(
+        f"\n`{name}` has an error of {row['error']:.0e}.\n" for name, row in passed.items() if row["error"] > EXACT
     )
-    text = f"{HEAD.format(**told)}{listed}.\n{WRITTEN.format(**told)}"
-    for name, row in passed.items():
-        if name in by_rules:
-            continue
-        short = dict.fromkeys(".".join(each.split(".")[-2:]) for each in row["written_out"])
-        inexact = [f"none; error {row['error']:.0e}"] if row["error"] > EXACT else []
-        text += f"| `{name}` | {', '.join([*(f'`{each}`' for each in short), *inexact])} | {row['ratio']:.1f} |\n"
     text += REFUSED
     for name, row in names.items():
         if name not in passed:
@@ -65,6 +58,10 @@ def shares(names: dict[str, dict[str, Any]]) -> dict[str, float]:
     by_rules = [row for row in exact if not row["written_out"]]
     stored = sum(row.get("statistics", False) and "ratio" in row for row in names.values())
     return {"stored": stored, "exact": len(exact) / len(names), "by_rules": len(by_rules) / len(names)}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names), 120)
 
 
 def _why(row: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """What was measured at each commit, from the results that were committed: `python benchmarks/leaderboard.py`.
 
-Writes results/leaderboard.json, of which results_page.py makes a table. Results that are not committed yet stand last,
-without a commit; the next run names it.
+Writes results/leaderboard.json, of which results_page.py makes leaderboard.md. Results that are not committed yet stand
+last, without a commit; the next run names it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Write docs/results.md from what studies found: `python benchmarks/results_page.py > docs/results.md`.
+With `--by-commit`, benchmarks/leaderboard.md from what leaderboard.py found.
 
 Each file in benchmarks/results/studies is the `study.json` of a study under "study", with the commit, the command and
-the machine, and how long it took, which a study does not say itself, since private steps tell by their time. The last
-section is what leaderboard.py found.
+the machine, and how long it took, which a study does not say itself, since private steps tell by their time.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ HEAD = """# Results on real images
 
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
 
-What private training reaches on real images, each table with the command that made it. Means are over runs with their
-own keys and initial weights; ± is their standard deviation.
+What private training reaches on CIFAR-10, each table with its command. Means are over runs with their own keys and
+initial weights; ± is their standard deviation. [Results by commit](../benchmarks/leaderboard.md).
 """
 
 
 def page() -> str:
     studies = [section(json.loads(file.read_text()), file.stem) for file in sorted(STUDIES.glob("*.json"))]
-    return HEAD + "".join(studies) + by_commit(json.loads(LEADERBOARD.read_text()))
+    return HEAD + "".join(studies)
 
 
 def section(told: dict[str, Any], name: str) -> str:
@@ -38,7 +39,7 @@ def section(told: dict[str, Any], name: str) -> str:
 
     {told["command"]}
 
-{tables(found)}![{found["title"]}](../benchmarks/results/studies/{name}.png)
+{tables(found)}![Plot](../benchmarks/results/studies/{name}.png)
 
 {cost(found["cost"])}
 {told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
@@ -75,18 +76,20 @@ def by_arm(found: dict[str, Any], labels: list[str]) -> list[list[str]]:
 
 def cost(of: dict[str, Any]) -> str:
     return (
-        f"The {of['runs']} private runs together cost a record ε = {of['epsilon_together']:.4g} at δ = "
-        f"{of['delta_together']:.3g} if their settings were fixed beforehand, and {of['epsilon_sum']:.4g} in any case."
+        f"All {of['runs']} private runs cost ε = {of['epsilon_together']:.4g} at δ = {of['delta_together']:.3g} if "
+        f"settings were fixed beforehand, {of['epsilon_sum']:.4g} in any case."
     )
 
 
-def by_commit(rows: list[dict[str, Any]]) -> str:
+def by_commit() -> str:
     """A table of each file of results, with a column for each number that any commit has."""
-    text = """
-## By commit
+    rows = json.loads(LEADERBOARD.read_text())
+    text = """# Results by commit
 
-Each time that committed results changed (`python benchmarks/leaderboard.py`). A ratio is the time of a private
-micro-batch in that of a plain one, from the same run; records/s are those of the machine of that day.
+<!-- written by: python benchmarks/results_page.py --by-commit > benchmarks/leaderboard.md -->
+
+Each change of committed results (`python benchmarks/leaderboard.py`). A ratio is the time of a private micro-batch over
+that of a plain one in the same run; records/s depend on the machine of that day.
 """
     for name in dict.fromkeys(row["results"] for row in rows):
         mine = [row for row in rows if row["results"] == name]
@@ -104,4 +107,4 @@ def cell(measure: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(by_commit() if sys.argv[1:] == ["--by-commit"] else page(), end="")

@@ -49,10 +49,12 @@ def short(sentence: str, most: int = 160) -> str:
 
 
 def entries(answers: dict[str, dict[str, str]], documented: dict[str, str]) -> list[str]:
-    """One for all libraries of which the same was seen."""
+    """One for all libraries of which the same was seen. What is not applicable is told once, below the table."""
     found: dict[str, list[str]] = {}
     for library, verdict in answers.items():
         answer, told = verdict["answer"], documented.get(library)
+        if answer == NOT_APPLICABLE:
+            continue
         said = f" (documented: {told.rstrip('.')})" if told and answer == VIOLATES else ""
         found.setdefault(f"**{answer}**: {short(verdict['said'])}{said}", []).append(library)
     return [f"- {', '.join(libraries)} {text}" for text, libraries in found.items()]
@@ -81,9 +83,13 @@ def report() -> str:
             known = answer == VIOLATES and name in notes["documented"].get(library, {})
             cells.append(signs[answer] + (" (d)" if known else ""))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "(d): the library's documents leave this to its user. –: not applicable:", ""]
+    for library, result in results.items():
+        reasons = dict.fromkeys(
+            each["said"] for each in result["verdicts"].values() if each["answer"] == NOT_APPLICABLE
+        )
+        lines += [f"- {library}: {'; '.join(reasons)}"] if reasons else []
     lines += [
-        "",
-        "(d): the library's documents leave this to its user.",
         "",
         "## Probe by probe",
         "",
@@ -92,7 +98,8 @@ def report() -> str:
     for name, probe in PROBES.items():
         answers = {library: result["verdicts"][name] for library, result in results.items()}
         documented = {library: texts[name] for library, texts in notes["documented"].items() if name in texts}
-        lines += ["", f"### {name}", "", probe.asks, "", *entries(answers, documented)]
+        asked = [] if probe.asks in lines else [probe.asks, ""]
+        lines += ["", f"### {name}", "", *asked, *entries(answers, documented)]
     findings = sorted((HERE / "findings").glob("*.md"))
     lines += ["", "## Drafts of reports to the libraries", ""]
     lines += [f"- [{path.read_text().splitlines()[0].lstrip('# ')}](findings/{path.name})" for path in findings]

@@ -206,12 +206,10 @@ class ModelSettings(BaseModel):
     )
     text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption or text.")
     vocabulary: int = Field(default=32768, ge=4, le=MOST_WORDS, description="Tokens in the vocabulary.")
-    mask_ratio: float = Field(
-        default=0.75, ge=0.0, lt=1.0, description="Share of patches that the masked autoencoder removes."
-    )
+    mask_ratio: float = Field(default=0.75, ge=0.0, lt=1.0, description="Share of patches masked (MAE).")
     qkv_bias: bool | None = Field(
         default=None,
-        description="Biases on the encoder's query-key-value projection; null: only in the MAE, as published.",
+        description="Encoder's query-key-value biases; null: only in the MAE, as published.",
     )
     decoder_bias: bool | None = Field(default=None, description="Biases in the text decoder; null: as published.")
     decoder_activation: Activation | None = Field(
@@ -249,7 +247,7 @@ class ModelSettings(BaseModel):
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="Stochastic depth: rate of the encoder's last block, rising from 0.",
+        description="Stochastic depth: rises from 0 to this at the encoder's last block.",
     )
     dropout: float = Field(
         default=0.0,

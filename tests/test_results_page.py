@@ -25,6 +25,9 @@ def script(name: str = "results_page") -> Any:
 
 def test_the_page_is_what_the_studies_give() -> None:
     assert script().page() == PAGE, "run: python benchmarks/results_page.py > docs/results.md"
+    leaderboard = (ROOT / "benchmarks" / "leaderboard.md").read_text()
+    remedy = "run: python benchmarks/results_page.py --by-commit > benchmarks/leaderboard.md"
+    assert script().by_commit() == leaderboard, remedy
 
 
 def test_every_measure_along_an_axis_has_a_table() -> None:

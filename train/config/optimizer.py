@@ -22,7 +22,7 @@ TAKES: dict[OptimizerType, set[str]] = {
 
 
 class ParameterRule(Section):
-    """Exceptions for some parameters. Every rule that matches a parameter applies, and factors multiply."""
+    """Exceptions for some parameters. All rules that match apply; factors multiply."""
 
     parameters: str = Field(default="*", description="Parameter names: `encoder.*`, `*.bias`, `*norm*`.")
     at_most_dimensions: int | None = Field(
@@ -130,7 +130,7 @@ class Schedule(Section):
 
 
 class Offload(Section):
-    """Optimizer state in host memory: all of it, since DeepSpeed would update the rest with an optimizer of its own."""
+    """All optimizer state in host memory: DeepSpeed would update the rest with its own optimizer."""
 
     device: Literal["cpu"] = Field(default="cpu", description="Where it is kept.")
     pin_memory: bool = Field(default=False, description="Page-locked, for faster copies.")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AdaptiveClip(Section):
-    """C follows a quantile of the gradient norms, by a noised count that is charged with the gradient."""
+    """C follows a quantile of the gradient norms, by a noised count charged with the gradient."""
 
     quantile: float = Field(
         default=0.5,
@@ -81,8 +81,8 @@ class ReleasedMetric(Section):
 
 
 class LossProbes(Section):
-    """The learning rate follows the loss along the weights' last move, by two noised sums of slopes and curvatures that
-    are charged with the gradient (HyFreeDP, 2503.00703)."""
+    """The learning rate follows slope and curvature along the last move, from two noised sums charged with the gradient
+    (HyFreeDP, 2503.00703)."""
 
     every: int = Field(
         default=10,
@@ -162,7 +162,7 @@ class Privacy(Section):
         default=1,
         ge=1,
         le=MOST_VIEWS,
-        description="K augmented views per record, whose mean gradient is clipped; a micro-batch has K times the rows.",
+        description="Augmented views per record, whose mean gradient is clipped; multiplies a micro-batch's rows.",
     )
     tan: Tan | None = Field(default=None, description="Cheap simulation; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(default=[], description="Private metrics, published with noise.")

@@ -18,15 +18,15 @@ from murmuration.train.config.root import json_schema
 HEADER = """\
 # Config reference
 
-Every key of a config; [config.md](config.md) explains the file. Where no default is given, it is `null`. Don't edit
-this page: the schema generates it.
+Every key of a config; [config.md](config.md) explains the file. Where no default is given, it is `null`. `> 0` goes
+without saying. Don't edit this page: the schema generates it.
 
     python -m murmuration.train.config.reference > docs/config-reference.md
     python -m murmuration.train.config.reference --schema > ds_configs/schema.json
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "boolean"}
 LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-LARGE = 10_000  # an upper limit from here on only keeps nonsense out: it stands in the schema alone
+LARGE = 10_000  # an upper limit from here on only keeps nonsense out, as "> 0" does: both stand in the schema alone
 Node = dict[str, Any]
 
 
@@ -100,7 +100,8 @@ class Reference:
         if field.get("minimum") is not None and field.get("minimum") == field.get("maximum"):
             return f"`{field['minimum']}`"
         given = [(sign, field[limit]) for limit, sign in LIMITS.items() if limit in field]
-        limits = ", ".join(f"{sign} {_number(value)}" for sign, value in given if sign != "≤" or value < LARGE)
+        nonsense = [(">", 0), *(("≤", value) for _, value in given if value >= LARGE)]
+        limits = ", ".join(f"{sign} {_number(value)}" for sign, value in given if (sign, value) not in nonsense)
         words = [TYPES[field["type"]], *([f"`{limits}`"] if limits else [])]
         words += [f"like `{field['pattern']}`"] if "pattern" in field else []
         return " ".join(words) + (", not empty" if field.get("minLength") else "")

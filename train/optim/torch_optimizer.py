@@ -67,17 +67,17 @@ class TorchOptimizer(FlatOptimizer):
     def _move(self, flat: Flat, stretch: Stretch) -> None:
         part = slice(stretch.position, stretch.position + stretch.length)
         shape = self._shapes[stretch.number] if self._add is None else torch.Size([stretch.length])
-        if (made := self._inner.get(key := (stretch.number, stretch.position))) is None:
+        key = stretch.number, stretch.position
+        if (made := self._inner.get(key)) is None or flat.step == 1:  # it makes the state of its first step itself
             weights = nn.Parameter(torch.empty_like(flat.weights.view(-1)[part].view(shape)), requires_grad=False)
             made = self._inner[key] = weights, self._make([weights])
         weights, inner = made
         weights.data = flat.weights.view(-1)[part].view(shape)
         weights.grad = flat.gradient.view(-1)[part].view(shape)
         kept = {name: moment.view(-1)[part].view(shape) for name, moment in flat.moments.items()}
-        inner.state.clear()
         for group in inner.param_groups:
             group["lr"] = flat.learning_rate
-        if flat.step > 1:  # before that, it makes its state itself
+        if flat.step > 1:
             found: dict[str, Any] = {"step": torch.tensor(float(flat.step - 1))}
             for name, moment in kept.items():
                 found[name] = moment.flatten()[0].cpu().clone() if name in self._numbers_in else moment
