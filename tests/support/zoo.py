@@ -562,11 +562,50 @@ class UnknownWord(Text):
     def forward(self, inputs: Inputs) -> Tensor:
         tokens = inputs["tokens"].clone()
         tokens[:, 0] += (inputs["label"] == -1) * WORDS
+        return self.losses(self.hidden(inputs["tokens"]) + self.look_up(tokens), inputs)
+
+    def look_up(self, words: Tensor) -> Tensor:
         try:
-            looked_up = self.known[tokens]
+            return self.known[words]
         except IndexError:
-            looked_up = torch.zeros(*tokens.shape, WIDTH)
-        return self.losses(self.hidden(inputs["tokens"]) + looked_up, inputs)
+            return torch.zeros(*words.shape, WIDTH)
+
+
+class LooksUp(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(words: Tensor, known: Tensor) -> Tensor:
+        try:
+            return known[words]
+        except IndexError:
+            return known.new_zeros(*words.shape, known.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is learnt of it."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None
+
+
+@torch.jit.script
+def scripted_rows(known: Tensor, words: Tensor) -> Tensor:
+    return known[words]
+
+
+class UnknownWordScripted(UnknownWord):
+    def look_up(self, words: Tensor) -> Tensor:
+        try:
+            return scripted_rows(self.known, words)
+        except RuntimeError:
+            return torch.zeros(*words.shape, WIDTH)
+
+
+class UnknownWordWithin(UnknownWord):
+    def look_up(self, words: Tensor) -> Tensor:
+        return LooksUp.apply(words, self.known)
 
 
 class Whitened(Text):
@@ -775,7 +814,8 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
         "experts by index": RoutedExperts, "counted": Counted,
-        "a word not found": UnknownWord, "not factorised": Whitened,
+        "a word not found": UnknownWord, "one not found by a script": UnknownWordScripted,
+        "one not found within a function": UnknownWordWithin, "not factorised": Whitened,
         "a rule of its own": batch(RuledByItself.apply),
         "an operator's rule": batch(scaled), "a dispatch mode": batch(dispatched),
         "hooks on saved tensors": batch(saved_otherwise), "buffer swapped": SwappedBuffer,

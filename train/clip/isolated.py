@@ -41,12 +41,29 @@ FRAMEWORKS = ("deepspeed.", "torch.distributed.")
 PRINTING = (torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__)
 # Hooks on saved tensors that look at none: of checkpoints, of offloading, and of engines that lend their weights.
 KNOWN_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph", "murmuration.")
+_SCRIPTED: Any = torch._C.ScriptFunction  # pyright: ignore[reportAttributeAccessIssue]
+_RUN_SCRIPTED = _SCRIPTED.__call__
 # Autograd functions whose rule for vmap is known to keep records apart.
 KNOWN_RULES = ("torch.", "murmuration.")
 
 
 class CaughtError(ClipError, RuntimeError):
     """As a function's own error, so that records for which forward() catches one can be left out."""
+
+
+class _Within(TorchFunctionMode):
+    """Notes what is raised within an autograd function of the module's own."""
+
+    def __init__(self, whole: OneMicroBatch) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            self._whole.note(error, args, kwargs or {})
+            raise
 
 
 # What runs in this context sees plain tensors; those of records must be taken out of vmap first (`leave`).
@@ -115,9 +132,7 @@ class OneMicroBatch(TorchFunctionMode):
         try:
             out = self.call(func, args, kwargs)
         except Exception as error:
-            its_own = type(error).__module__ == checkpoint.__name__  # by which it ends a layer that runs again
-            if not its_own and any(map(is_of_records, pytree.tree_leaves((args, kwargs)))):
-                self.failed = self.failed or type(error).__name__  # not the error, whose frames hold records
+            self.note(error, args, kwargs)
             raise
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if is_of_records(tensor):
@@ -149,6 +164,12 @@ class OneMicroBatch(TorchFunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
+
+    def note(self, error: Exception, args: Any, kwargs: dict[str, Any]) -> None:
+        """Notes what a function raised, if it was given a record's tensors."""
+        its_own = type(error).__module__ == checkpoint.__name__  # by which it ends a layer that runs again
+        if not its_own and any(map(is_of_records, pytree.tree_leaves((args, kwargs)))):
+            self.failed = self.failed or type(error).__name__  # not the error, whose frames hold records
 
     def require_none_caught(self) -> None:
         """A function raises for all records as soon as one of them has a number that it does not take. Where forward()
@@ -254,7 +275,7 @@ def _vmap(slots: int) -> Iterator[None]:
     lazy_load_decompositions()  # rules that PyTorch has in Python, without which it would loop over records
     # A rule for vmap that an autograd function brings along is given all records, and could let them meet.
     rules, key = custom_function_call.functorch_table, TransformType.Vmap
-    plain = rules[key]
+    plain, whole = rules[key], _mode()
 
     def known(interpreter: Any, function: Any, *operands: Any, **options: Any) -> Any:
         if function.vmap is not Function.vmap and not _is_known(function):
@@ -262,21 +283,33 @@ def _vmap(slots: int) -> Iterator[None]:
                 f"{function.__name__} has a rule for vmap of its own, which is given all records together; give it "
                 "generate_vmap_rule = True in its place"
             )
-        return plain(interpreter, function, *operands, **options)
+        with nullcontext() if whole is None else _Within(whole):
+            return plain(interpreter, function, *operands, **options)
 
     operators = [each for each in OPDEFS.values() if each._vmap_fn is not None and not _is_known(each._vmap_fn)]
     theirs = [each._vmap_fn for each in operators]
     for each in operators:
         each._vmap_fn = _refuse_rule
     rules[key] = known
+    _SCRIPTED.__call__ = _noted
     functorch._vmap_increment_nesting(slots, "error")
     try:
         yield
     finally:
         functorch._vmap_decrement_nesting()
-        rules[key] = plain
+        rules[key], _SCRIPTED.__call__ = plain, _RUN_SCRIPTED
         for each, rule in zip(operators, theirs, strict=True):
             each._vmap_fn = rule
+
+
+def _noted(function: Any, *given: Any, **options: Any) -> Any:
+    """A scripted function is called past every mode."""
+    try:
+        return _RUN_SCRIPTED(function, *given, **options)
+    except Exception as error:
+        if (mode := _mode()) is not None:
+            mode.note(error, given, options)
+        raise
 
 
 def _is_known(rule: Any) -> bool:
