@@ -39,7 +39,6 @@ MECHANISMS = {
     "views": "several views of a record (privacy.views)",
     "units": "units of several records (data.unit)",
     "statistics": "a head that is solved from sums (trainable 'statistics')",
-    "noise_floor": "optimizer.params.noise_floor",
     "mixing": "mixing",
     "monitor": "monitor",
     "until_budget": "until_budget",
@@ -48,13 +47,11 @@ MECHANISMS = {
     "audit": "run.audit",
 }
 """Every option that excludes another one, with its name in refusals."""
-_INDEPENDENT = "the latter needs the same independent noise at all steps"
 _ONE_STEP = "the former is one step over all records, before which there is no model"
 APART = {
     ("banded", "exact"): "exact noise is whole numbers, and weighted sums of them are not",
     ("banded", "tan"): "the latter scales the independent noise of steps",
-    ("banded", "noise_floor"): _INDEPENDENT,
-    ("banded", "monitor"): _INDEPENDENT,
+    ("banded", "monitor"): "the latter needs the same independent noise at all steps",
     ("banded", "keep_key"): "the secret file contains the keys of the last block's steps, whose weights were released",
     ("banded", "audit"): "the key is kept until the audit is made, and contains the keys of the last block's steps",
     ("allocation", "banded"): "the former is proved for independent noise",
@@ -71,9 +68,7 @@ APART = {
     ("tan", "until_budget"): "the former simulates a run of a fixed number of steps; give `steps`",
     ("adaptive", "automatic"): "the former moves the one C of flat clipping",
     ("adaptive", "groups"): "the former moves one C for all parameters",
-    ("adaptive", "noise_floor"): "the latter subtracts a constant noise, and with the former it changes with C",
     ("adaptive", "held_out"): "the latter is measured with a fixed C",
-    ("mixing", "noise_floor"): "the former weakens the noise that the latter subtracts",
     ("units", "held_out"): "the latter measures single records",
     ("statistics", "views"): "the former sees each record once",
     ("statistics", "banded"): _ONE_STEP,

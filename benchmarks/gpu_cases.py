@@ -189,9 +189,9 @@ def engine_of(
         computation = Computation(
             precision="bf16", cuda_graph="auto" if graph else "off", compile="blocks" if compiled else "off"
         )
-        engine = clipping_engine(model, rule_of(records), Optimizer(), 0.0, settings, ranks, computation).engine
+        engine = clipping_engine(model, rule_of(records), Optimizer(), settings, ranks, computation).engine
     else:
-        flat = make_optimizer(Optimizer(), model.named_parameters(), 0.0)
+        flat = make_optimizer(Optimizer(), model.named_parameters())
         engine = make_engine(settings, PlainForward(model, "bf16", compiled=compiled), flat, ranks)
     assert isinstance(engine, LocalEngine)
     return engine

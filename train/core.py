@@ -85,13 +85,13 @@ class ClippingEngine:
 
 
 def clipping_engine(
-    model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, gradient_noise: float,
-    engine: EngineSettings, ranks: Ranks, computation: Computation,
+    model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, engine: EngineSettings,
+    ranks: Ranks, computation: Computation,
     around_clip: Callable[[ClipEngine], ClipEngine] | None = None, make: Callable[..., Engine] = make_engine,
     keeps_before: bool = False,
 ) -> ClippingEngine:  # fmt: skip
-    """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
-    `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
+    """`around_clip` is for audits. `keeps_before`: the weights from before the last step are kept, for probes of the
+    loss."""
     compiled = engine.micro_batch if computation.compile == "blocks" else 0
     clip = make_clip(
         computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled,
@@ -101,7 +101,7 @@ def clipping_engine(
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
     forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
-    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
+    flat = make_optimizer(optimizer, model.named_parameters())
     flat.keeps_before = keeps_before
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
@@ -112,7 +112,7 @@ def largest_micro_batch(
     """The largest micro-batch that fits, by trying."""
     whole = EngineSettings()  # a shard of it needs less
     trial = clipping_engine(
-        copy.deepcopy(model), rule, Optimizer(), 0.0, whole, ranks, replace(computation, compile="off")
+        copy.deepcopy(model), rule, Optimizer(), whole, ranks, replace(computation, compile="off")
     ).engine  # fmt: skip
     try:
         return largest_that_fits(trial, records, most, ranks)

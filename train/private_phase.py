@@ -63,7 +63,7 @@ class PrivatePhase:
         self.ranks, self.number, self.rate = ranks, number, rate
         self._settings, self._computation = engine, computation or Computation()
         built = clipping_engine(
-            model, rule, optimizer, plan.noise_std / plan.divisor, engine, ranks, self._computation, around_clip,
+            model, rule, optimizer, engine, ranks, self._computation, around_clip,
             keeps_before=rate is not None,
         )  # fmt: skip
         self.clip, self.forward = built.clip, built.forward

@@ -96,8 +96,8 @@ def engine_of(model: nn.Module, ranks: Ranks, private: bool = True) -> Any:
     sharding, optimizer = EngineSettings("fsdp2", MICRO_BATCH), SETTINGS[private]
     if private:
         rule = ClipRule("flat", C, ALLOWANCE)
-        return clipping_engine(model, rule, optimizer, 0.0, sharding, ranks, Computation()).engine
-    return make_engine(sharding, PlainForward(model), make_optimizer(optimizer, model.named_parameters(), 0.0), ranks)
+        return clipping_engine(model, rule, optimizer, sharding, ranks, Computation()).engine
+    return make_engine(sharding, PlainForward(model), make_optimizer(optimizer, model.named_parameters()), ranks)
 
 
 def two_steps(engine: FSDP2Engine, objective: str, private: bool) -> dict[str, Tensor]:

@@ -223,7 +223,7 @@ def test_an_engine_steps_to_the_same_weights() -> None:
         model = Mixed()
         engine = LocalEngine(
             PrivateForward(model, clip_of(model), defer=defer),
-            make_optimizer(ADAMW, [(n, p) for n, p in model.named_parameters() if p.requires_grad], 0.0), Alone(CPU),
+            make_optimizer(ADAMW, [(n, p) for n, p in model.named_parameters() if p.requires_grad]), Alone(CPU),
         )  # fmt: skip
         for step in range(2):
             for inputs, present in BATCHES[::-1][:-1]:

@@ -276,8 +276,6 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([put("phases.1.optimizer.carry", "all")], "no phase before it trained the same weights"),
         ([put("phases.1.objective", "mae"), drop("phases.1.evaluation"), put("phases.1.optimizer.carry", "all"),
           put("phases.1.optimizer.params.ema_decay", 0.9)], "give ema_decay to both, or to none"),
-        ([put("phases.1.optimizer.params.gradient_norm", 1.0), put("phases.1.optimizer.params.noise_floor", 0.1)],
-         "gradient_norm scales it; drop one"),
         ([put("phases.0.optimizer", {"type": "SGD", "carry": "second-moment"})], "SGD has no second moment"),
         ([put("phases.1.mixing", {"data": {"path": "x"}, "batch": 4})], "not declared public"),
         ([put("phases.0.objective", "classify")], "needs data.label"),
@@ -313,7 +311,6 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([put("run.keep_key", True)], "(privacy.noise) and run.keep_key do not go together"),
         ([put("run.audit", True)], "(privacy.noise) and run.audit do not go together"),
         ([put("phases.1.monitor", PATH)], "(privacy.noise) and monitor do not go together"),
-        ([put("phases.1.optimizer.params.noise_floor", 1e-6)], "and optimizer.params.noise_floor do not"),
     ]),
     "random allocation": ([ALLOCATED], [
         ([BANDED], "(privacy.sampling) and correlated noise (privacy.noise) do not"),

@@ -240,7 +240,7 @@ def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch
     model = head_only()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     params = OptimizerParams(rules=rules)
-    optimizer = make_optimizer(Optimizer(type=kind, params=params), named, 0.0)  # pyright: ignore[reportArgumentType]
+    optimizer = make_optimizer(Optimizer(type=kind, params=params), named)  # pyright: ignore[reportArgumentType]
     for group in optimizer.param_groups:
         group["lr"] = 0.01
     draw = torch.Generator().manual_seed(8)

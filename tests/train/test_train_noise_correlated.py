@@ -18,7 +18,6 @@ from murmuration.accounting.key_chain import KeyChain, forgettable
 from murmuration.accounting.keys import KeyFileError, Link, load
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.noise import NoiseKind
-from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.core import Computation
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
@@ -212,12 +211,9 @@ def test_a_new_segment_begins_in_the_middle_of_a_block_with_draws_of_its_own(tmp
     assert [event.count for event in history.charged()] == [4], "step 5's part had turns at 2, 5, 5 and 8"
 
 
-def test_what_needs_independent_noise_and_bands_exclude_each_other(tmp_path: Path) -> None:
+def test_exact_noise_and_bands_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="whole numbers"):
         training(tmp_path, **LONG, computation=Computation(noise="exact"))
-    floor = Optimizer(params=OptimizerParams(noise_floor=1e-6))
-    with pytest.raises(PlanError, match="noise_floor do not go together"):
-        training(tmp_path, **LONG, optimizer=floor)
 
 
 def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledger() -> None:

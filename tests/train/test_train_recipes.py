@@ -316,7 +316,7 @@ def test_the_first_step_of_a_transferred_head_is_adams(name: str) -> None:
     for settings in (shipped, Optimizer.model_validate({"params": {"betas": shipped.params.betas}})):
         head = {"head.weight": torch.zeros(3, 5), "head.bias": torch.full((3,), -10.0)}
         named = [(key, torch.nn.Parameter(value)) for key, value in head.items()]
-        optimizer = make_optimizer(settings, named, 0.01)
+        optimizer = make_optimizer(settings, named)
         for number, (_, parameter) in enumerate(named):
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         optimizer.step()

@@ -278,7 +278,6 @@ class Phase(Section):
             "mixing": self.mixing is not None,
             "monitor": self.monitor is not None,
             "until_budget": self.until_budget,
-            "noise_floor": self.optimizer.params.noise_floor is not None,
             "units": isinstance(self.data, ShardData) and self.data.by is not None,
         }
         return frozenset(name for name, given in chosen.items() if given) | (privacy.mechanisms if privacy else set())

@@ -1,7 +1,7 @@
-"""AdamW and LAMB: Adam's direction, optionally with DP-AdamBC's correction; LAMB scales it per parameter.
+"""AdamW and LAMB: Adam's direction; LAMB scales it per parameter.
 
 Adam: Kingma and Ba (arXiv 1412.6980); AdamW: Loshchilov and Hutter (1711.05101); LAMB: You et al. (1904.00962),
-algorithm 2; DP-AdamBC: Tang et al. (2312.14334). Everything here acts on a gradient that already has its noise.
+algorithm 2. Everything here acts on a gradient that already has its noise.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ AdamW, in place."""
 
 
 class AdamW(FlatOptimizer):
-    """`gradient_noise` is the public standard deviation of the noise on each element of the divided gradient."""
+    """A `kernel` may take the place of its arithmetic."""
 
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams,
-        gradient_noise: float,
-    ) -> None:  # fmt: skip
+        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams
+    ) -> None:
         self.params = params
         self.kernel: Kernel | None = None
-        self._noise_variance = gradient_noise**2
         super().__init__(parameters, policies, params.ema_decay, params.gradient_norm)
 
     def update(self, flats: Sequence[Flat]) -> None:
@@ -53,12 +51,7 @@ class AdamW(FlatOptimizer):
 
     def _direction(self, first: Tensor, second: Tensor, step: int) -> Tensor:
         one, two = (1.0 - beta**step for beta in self.params.betas)
-        if self.params.noise_floor is None:
-            denominator = second.sqrt().div_(math.sqrt(two)).add_(self.params.eps)
-        else:
-            # In fp64: where noise dominates, the difference is small.
-            corrected = second.double().div_(two).sub_(self._noise_variance).clamp_(min=self.params.noise_floor)
-            denominator = corrected.sqrt_().to(second.dtype)
+        denominator = second.sqrt().div_(math.sqrt(two)).add_(self.params.eps)
         return torch.div(first, denominator).div_(one)
 
 

@@ -14,15 +14,11 @@ from murmuration.train.optim.torch_optimizer import MakeOptimizer, TorchOptimize
 
 
 def make_optimizer(
-    settings: Optimizer | MakeOptimizer, parameters: Iterable[tuple[str, nn.Parameter]], gradient_noise: float
+    settings: Optimizer | MakeOptimizer, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> FlatOptimizer:  # fmt: skip
-    """For the trainable parameters. `gradient_noise`: the plan's sigma·C/(q·n), 0 in a phase without noise."""
+    """For the trainable parameters."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not isinstance(settings, Optimizer):
         return TorchOptimizer(named, settings)
-    params, chosen = settings.params, policies(settings.params, named)
-    if settings.type == "AdamW":
-        return AdamW(named, chosen, params, gradient_noise)
-    if settings.type == "LAMB":
-        return LAMB(named, chosen, params, gradient_noise)
-    return (SGD if settings.type == "SGD" else LARS)(named, chosen, params)
+    kind = {"AdamW": AdamW, "LAMB": LAMB, "SGD": SGD, "LARS": LARS}[settings.type]
+    return kind(named, policies(settings.params, named), settings.params)

@@ -35,8 +35,12 @@ class SGD(FlatOptimizer):
             weights.sub_(direction, alpha=rate)
 
 
+LARS_ETA = 0.001
+"""The trust coefficient."""
+
+
 class LARS(SGD):
-    """The ratio is trust_coefficient·|w| / (|g| + decay·|w| + eps) over whole parameters, or 1 where a norm is 0."""
+    """The ratio is eta·|w| / (|g| + decay·|w| + eps) over whole parameters, or 1 where a norm is 0."""
 
     by_parameter = True
 
@@ -50,7 +54,7 @@ class LARS(SGD):
                 self._move(flat, stretch, ratio)
 
     def _ratio(self, weights: Tensor, gradient: Tensor, decay: float) -> Tensor:
-        ratio = self.params.trust_coefficient * weights / (gradient + decay * weights + self.params.eps)
+        ratio = LARS_ETA * weights / (gradient + decay * weights + self.params.eps)
         return torch.where((weights > 0) & (gradient > 0), ratio, 1.0)
 
 

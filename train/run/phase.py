@@ -131,7 +131,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
             PlainForward(
                 model, config.run.precision, config.run.compile == "blocks", config.run.gradient_checkpointing
             ),
-            make_optimizer(settings.optimizer, model.named_parameters(), 0.0),
+            make_optimizer(settings.optimizer, model.named_parameters()),
             ranks,
         )  # fmt: skip
         at_end.callback(engine.close)
