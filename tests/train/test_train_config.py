@@ -371,7 +371,6 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         (head(privacy={"epsilon": 1.0, "release": [{"name": "loss", "noise_multiplier": 5.0}]}), "privacy.release"),
         (head(privacy={"epsilon": 1.0, "noise": {"kind": "banded", "bands": 2}}), "(privacy.noise) do not go together"),
         (head(privacy={"epsilon": 1.0, "sampling": "allocation"}), "(privacy.sampling) do not go together"),
-        (head(head={"balanced": True}), "head.balanced needs head.feature_norm"),
         (head(head={"ridge": 0.0}), "head.ridge = 0.0 is not usable"), (head(head={"rigde": 1.0}), "unknown key"),
         (head(privacy={"epsilon": 1.0, "expected_batch": "most"}), "expected_batch = 'most' is not usable"),
         (head(objective="mae", trainable="statistics"), "needs objective 'classify'"),

@@ -178,21 +178,6 @@ class SolvedHead(Section):
         gt=0,
         description="Added to the eigenvalues of the mean of z·zᵀ; null: a quarter of the largest by noise alone.",
     )
-    feature_norm: float | None = Field(
-        default=None,
-        gt=0,
-        description="Public divisor of features, then cut to length 1, with biases; null: all scaled to length 1.",
-    )
-    balanced: bool = Field(
-        default=False,
-        description="Linear discriminant analysis with equal priors instead; needs feature_norm.",
-    )
-
-    @model_validator(mode="after")
-    def _knows_the_shares(self) -> SolvedHead:
-        if self.balanced and self.feature_norm is None:
-            raise ValueError("head.balanced needs head.feature_norm, with which the sums count the classes")
-        return self
 
 
 STATISTICS = "statistics"

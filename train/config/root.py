@@ -265,7 +265,7 @@ class Config(Section):
         if solved := [phase.name for phase in self.phases if phase.trainable == STATISTICS]:
             raise ValueError(
                 f"phase {solved[0]!r} solves its head from sums, which model.class_weights does not weigh; leave it "
-                "out, and set head.balanced"
+                "out"
             )
         return self
 

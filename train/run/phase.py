@@ -254,7 +254,7 @@ def settle(model: nn.Module, settings: SolvedHead | None, noise: float = 0.0) ->
     head = getattr(model, "head", None)
     if isinstance(head, StatisticsHead):
         given = settings or SolvedHead()
-        head.settle(noise, given.ridge, given.feature_norm, given.balanced)
+        head.settle(noise, given.ridge)
 
 
 def _restore(loaded: Loaded | None, resumed: bool, engine: Engine, carry: Carry) -> None:
