@@ -31,7 +31,7 @@ from murmuration.train.distributed.ranks import Alone
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.local import LocalEngine
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import synthetic_batch
 
 Found = dict[str, Any]

@@ -34,7 +34,7 @@ from murmuration.train.noise.choose import over_steps, source_for
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords, largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test

@@ -32,7 +32,7 @@ from murmuration.train.engines.fsdp2 import FSDP2Engine, start_ranks
 from murmuration.train.engines.shard_map import row_slices
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.answering import answer

@@ -28,7 +28,7 @@ from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.mesh import Mesh
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import Capture, SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position

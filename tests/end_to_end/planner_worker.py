@@ -27,7 +27,7 @@ from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import synthetic_batch
 from tests.support.answering import answer
 

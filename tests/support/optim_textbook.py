@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from tests.support.train_helpers import fragments_of, on_ranks, slice_of
 
 # The second matrix crosses the border of a chunk; a cut among three ranks falls inside it.

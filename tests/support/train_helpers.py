@@ -31,7 +31,7 @@ from murmuration.train.engines.forward import PlainForward, PrivateForward
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from murmuration.train.engines.forward import AHEAD, PrivateForward
 from murmuration.train.engines.local import LocalEngine
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import PlainUpdate
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from tests.support.train_helpers import ADAMW, SHAPE, nano_inputs
 
 CPU = torch.device("cpu")

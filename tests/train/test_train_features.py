@@ -31,7 +31,7 @@ from murmuration.train.commands.exit_codes import guarded
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.run import cached_features
 from murmuration.train.run.cached_features import FeatureReader, apart, identity_of, pictures_at_once
 from murmuration.train.storage.feature_store import (

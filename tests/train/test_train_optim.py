@@ -12,7 +12,7 @@ from torch import nn
 
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.optim.base import OptimizerError
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from tests.support.optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
 
 CLOSE = 1e-6

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.optim.base import CHUNK, FlatOptimizer, OptimizerError
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from tests.support.optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
 from tests.support.train_helpers import fragments_of, on_ranks, slice_of
 

@@ -38,7 +38,7 @@ from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.rates import learning_rate
 from murmuration.train.private_phase import PrivatePhase
