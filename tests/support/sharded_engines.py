@@ -53,7 +53,9 @@ OPTIMIZERS = {
     "AdamW": Optimizer.model_validate({"params": {"weight_decay": 0.1}}),
     "SGD": Optimizer.model_validate({"type": "SGD", "params": {"weight_decay": 0.1}}),
     "LAMB": Optimizer.model_validate({"type": "LAMB", "params": {"weight_decay": 0.1}}),
-    "LARS": Optimizer.model_validate({"type": "LARS", "params": {"weight_decay": 0.1, "rules": [{"learning_rate": 1000}]}}),
+    "LARS": Optimizer.model_validate(
+        {"type": "LARS", "params": {"weight_decay": 0.1, "rules": [{"learning_rate": 1000}]}}
+    ),
 }
 
 

@@ -197,7 +197,7 @@ def test_numbers_that_are_none_are_refused(loaded: Callable[..., Config], key: s
     [
         ("model", "model is missing"), ("phases", "phases is missing"), ("model.family", "model.family is missing"),
         ("train_micro_batch_size_per_gpu", "train_micro_batch_size_per_gpu is missing"),
-        ("phases.1.steps", "phase 'private' has no end; give one of steps, epochs and until_budget"),
+        ("phases.1.steps", "phase 'private' has no end; give steps or epochs"),
         ("phases.1.schedule", "phase 'private' needs `schedule`, its learning rates"),
         ("phases.1.objective", "phases.1.objective is missing"),
         ("phases.1.data.path", "phases.1.data.path is missing"),
@@ -269,9 +269,7 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
          "phase 'warm' writes no captions, so it has no zero-shot labels to score"),
         ([first(START | {"steps": 3})], "phase 'start' trains nothing, so steps would have no effect"),
         ([put("phases.1.data", START["data"])], "trains nothing, so"),
-        ([put("phases.0.epochs", 2.0)], "has steps and epochs; give one of steps, epochs and until_budget"),
-        ([drop("phases.1.steps"), put("phases.1.until_budget", True), put("phases.1.privacy.noise_multiplier", None)],
-         "trains until_budget and needs privacy.noise_multiplier"),
+        ([put("phases.0.epochs", 2.0)], "has steps and epochs; give steps or epochs"),
         ([put("phases.0.plateau", {})], "phase 'warm' ends at a plateau of the public loss and needs `evaluation`"),
         ([put("phases.1.optimizer.carry", "all")], "no phase before it trained the same weights"),
         ([put("phases.1.objective", "mae"), drop("phases.1.evaluation"), put("phases.1.optimizer.carry", "all"),
@@ -307,18 +305,15 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([lambda raw: raw["phases"].pop(0) and None], "normalises by stored statistics (bn1), which only trained"),
     ]),
     "correlated noise": ([BANDED], [
-        ([put("phases.1.privacy.tan", {"scale": 2})], "(privacy.noise) and a TAN simulation (privacy.tan) do not"),
         ([put("run.keep_key", True)], "(privacy.noise) and run.keep_key do not go together"),
         ([put("run.audit", True)], "(privacy.noise) and run.audit do not go together"),
         ([put("phases.1.monitor", PATH)], "(privacy.noise) and monitor do not go together"),
     ]),
     "random allocation": ([ALLOCATED], [
         ([BANDED], "(privacy.sampling) and correlated noise (privacy.noise) do not"),
-        ([put("phases.1.privacy.tan", {"scale": 2})], "(privacy.sampling) and a TAN simulation (privacy.tan) do not"),
         ([put("run.keep_key", True)], "(privacy.sampling) and run.keep_key do not go together"),
         ([put("run.audit", True)], "(privacy.sampling) and run.audit do not go together"),
         ([put("phases.1.monitor", PATH)], "the latter's advice is for Poisson samples"),
-        ([drop("phases.1.steps"), put("phases.1.until_budget", True)], "are allocated to a fixed number of steps"),
     ]),
     "an audit": ([put("run.audit", True)], [
         ([put("phases.1.privacy", None), put("phases.1.batch", 20)], "run.audit tests a claim, and no phase has"),

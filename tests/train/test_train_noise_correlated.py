@@ -24,7 +24,7 @@ from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.prefetch import NoiseAhead
-from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
+from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon
 from tests.support.config_base import plan_of, private_phase
 from tests.support.own_module import RATE, training
 from tests.support.whole_history import steps_of
@@ -228,18 +228,6 @@ def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledge
     assert plan_of(phase, known=known).noise == known.noise
     longer = private_phase({"noise": {"kind": "banded", "bands": 4}})
     assert plan_of(longer, known=known).noise == best_banded(4, 20)
-
-
-def test_a_phase_until_its_budget_ends_with_a_whole_block() -> None:
-    banded = {"kind": "banded", "bands": 4}
-    phase = private_phase({"noise": banded, "noise_multiplier": 2.0}).model_copy(
-        update={"steps": None, "until_budget": True}
-    )
-    whole = with_steps(phase, 1000, "phases.0")
-    assert whole.steps is not None and whole.steps % 4 == 0
-    assert planned_epsilon(plan_of(whole)) <= 4.0
-    one_more = whole.model_copy(update={"steps": whole.steps + 1})
-    assert planned_epsilon(plan_of(one_more)) > 4.0
 
 
 @pytest.mark.parametrize(

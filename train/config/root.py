@@ -264,8 +264,7 @@ class Config(Section):
             raise ValueError('model.class_weights are of classes, and no phase has objective "classify"; leave it out')
         if solved := [phase.name for phase in self.phases if phase.trainable == STATISTICS]:
             raise ValueError(
-                f"phase {solved[0]!r} solves its head from sums, which model.class_weights does not weigh; leave it "
-                "out"
+                f"phase {solved[0]!r} solves its head from sums, which model.class_weights does not weigh; leave it out"
             )
         return self
 
