@@ -92,11 +92,7 @@ def clipping_engine(
 ) -> ClippingEngine:  # fmt: skip
     """`around_clip` is for audits. `keeps_before`: the weights from before the last step are kept, for probes of the
     loss."""
-    compiled = engine.micro_batch if computation.compile == "blocks" else 0
-    clip = make_clip(
-        computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled,
-        computation.gradient_checkpointing,
-    )  # fmt: skip
+    clip = make_clip(rule, computation, engine.micro_batch)
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
@@ -122,10 +118,7 @@ def largest_micro_batch(
 
 def kept_of_record(model: nn.Module, rule: ClipRule, computation: Computation, records: SyntheticRecords) -> float:
     """Bytes of activations that wait for the backward pass, for each record: what is kept of four more than of two."""
-    clip = make_clip(
-        "book-keeping", rule, computation.precision, computation.clip_memory,
-        checkpointed=computation.gradient_checkpointing,
-    )  # fmt: skip
+    clip = make_clip(rule, replace(computation, clip_engine="book-keeping", compile="off"))
     clip.prepare(model)
     kept: list[dict[int, UntypedStorage]] = []
 
@@ -156,6 +149,7 @@ class PrivateCore:
         self._ahead: NoiseAhead | None = None
 
     def prove(self, synthetic: SyntheticRecords, ranks_per_copy: int, micro_batch: int) -> SelfTestReport:
+        # Of a key of its own: the test looks at its noise, which must never be that of a step.
         noise = self.noise("self-test", begun_after=0)
         if self.engine.device.type == "cuda":
             require_room(self.engine, synthetic, micro_batch, self.ranks)
@@ -205,19 +199,19 @@ class PrivateCore:
             self._ahead.close()
 
 
-def make_clip(
-    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0,
-    checkpointed: bool = False,
-) -> ClipEngine:  # fmt: skip
-    """`compiled`: in micro-batches of so many records, blocks run as compiled code. `checkpointed`: they run again in
-    the backward pass."""
+def make_clip(rule: ClipRule, computation: Computation, micro_batch: int = 0) -> ClipEngine:
+    """`micro_batch`: the records of those in which blocks may run as compiled code."""
     # What is only for checking is not loaded otherwise: Opacus takes seconds.
-    if name == "reference":
+    if computation.clip_engine == "reference":
         from murmuration.train.clip.reference import ReferenceClip
 
         return ReferenceClip(rule)
-    if name == "opacus":
+    if computation.clip_engine == "opacus":
         from murmuration.train.clip.reference import OpacusClip
 
         return OpacusClip(rule)
-    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled, checkpointed=checkpointed)
+    return BookKeepingClip(
+        rule, computation.precision, HOLD[computation.clip_memory],
+        compiled=micro_batch if computation.compile == "blocks" else 0,
+        checkpointed=computation.gradient_checkpointing,
+    )  # fmt: skip
