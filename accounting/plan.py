@@ -210,6 +210,7 @@ class PrivacyPlan:
         optional["metrics"] = list(optional["metrics"])
         if self.views == 1:
             del optional["views"]
+        # What a plan does not use is not written: a mechanism that comes later changes no line of the runs without it.
         if self.noise == IndependentNoise():
             del value["noise"]
         return value | {name: part for name, part in optional.items() if part}

@@ -98,6 +98,7 @@ def train_privately(
                 rate=probed_rate(phase, plan, own),
             )
         )  # fmt: skip
+        # On the engine as it will train, and before the optimizer has a state that the test could disturb.
         proved = _prove(run, phase, private, reader)
         if settings.features is None:
             require_same_records(run, phase, segment, done, private.core.sampler())
