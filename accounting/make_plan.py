@@ -7,12 +7,11 @@ same plan, to the last bit.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from murmuration.accounting.adaptive import SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
-from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.epsilon.calibrate import MOST_STEPS, calibrate_sigma, enlarged
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.metrics import CURVATURE, SLOPE, ClippedShare, LossProbe, PlannedMetric
@@ -21,7 +20,6 @@ from murmuration.accounting.plan import (
     MECHANISMS,
     AnyNoise,
     PrivacyPlan,
-    StandIn,
     parse_delta,
     require_possible,
     require_together,
@@ -71,8 +69,6 @@ class PlanRequest:
     """Their bound, and the noise on either sum in units of it."""
     units: Unit | None = None
     views: int = 1
-    tan: float | None = None
-    """What batch and noise are divided by in a TAN simulation."""
 
     @property
     def mechanisms(self) -> frozenset[str]:
@@ -83,7 +79,6 @@ class PlanRequest:
             "adaptive": self.adaptive is not None,
             "metrics": bool(self.metrics) or self.loss_probes is not None,
             "units": self.units is not None,
-            "tan": self.tan is not None,
         }
         named = {self.sampling, *(metric.mechanism for metric in self.metrics)} & MECHANISMS.keys()
         return frozenset(name for name, given in chosen.items() if given) | named
@@ -122,8 +117,7 @@ def make_plan(request: PlanRequest, known: PrivacyPlan | None = None) -> Privacy
         steps = sampling.event(1.0, sampling.turns(request.steps))
         together = calibrate_sigma(steps, request.epsilon, delta)
         sigma = _share_of_gradient(enlarged(together, noise.growth), metrics)
-    plan = PrivacyPlan(noise_multiplier=sigma, **fixed)
-    return plan if request.tan is None else stand_in(plan, request.tan)
+    return PrivacyPlan(noise_multiplier=sigma, **fixed)
 
 
 def steps_of(epochs: float, records: int, batch: float, sampling: SamplingKind) -> int:
@@ -163,22 +157,3 @@ def _share_of_gradient(together: float, metrics: tuple[PlannedMetric, ...]) -> f
     if left <= 0:
         raise PlanError(f"the released metrics alone need more than the budget; their noise must exceed {together:g}")
     return math.ceil(left**-0.5 * 1e5) / 1e5
-
-
-def stand_in(plan: PrivacyPlan, scale: float) -> PrivacyPlan:
-    """The plan of a cheap run that trains like an expensive one, since σ / batch is the same: TAN (Sander et al. 2022).
-
-    Batch and noise multiplier are divided by the same number; learning rate and steps stay. The noise on each step's
-    mean is the planned one, at a fraction of the cost. The promise is not: the ε of the cheap run is far larger; its
-    plan, its ledger and its certificate state that ε, and the run is marked NOT PRIVATE at the ε that it stands for.
-    Its budget is what it will have spent at its last step.
-    """
-    sigma, batch = plan.noise_multiplier / scale, plan.divisor / scale
-    if sigma < LEAST_SIGMA:
-        most = math.floor(plan.noise_multiplier / LEAST_SIGMA * 100) / 100
-        raise PlanError(f"tan.scale = {scale:g} makes the noise multiplier {sigma:.3g}; use at most {most:g}")
-    if batch < 1:
-        raise PlanError(f"tan.scale = {scale:g} makes the expected batch {batch:.3g}; use at most {plan.divisor:g}")
-    cheap = replace(plan, sampling=plan.sampling.with_batch(plan.records, batch), noise_multiplier=sigma)
-    spent = epsilon([cheap.event()], plan.delta)
-    return replace(cheap, epsilon_budget=round_up(spent), stands_for=StandIn(plan.epsilon_budget, scale))

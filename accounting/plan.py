@@ -30,7 +30,6 @@ MECHANISMS = {
     "banded": "correlated noise (privacy.noise)",
     "allocation": "random allocation (privacy.sampling)",
     "exact": "exact noise (run.noise)",
-    "tan": "a TAN simulation (privacy.tan)",
     "adaptive": "an adaptive C (privacy.clip.adaptive)",
     "automatic": "automatic clipping (privacy.clip.kind)",
     "groups": "clipping by groups (privacy.clip.groups)",
@@ -39,47 +38,34 @@ MECHANISMS = {
     "views": "several views of a record (privacy.views)",
     "units": "units of several records (data.unit)",
     "statistics": "a head that is solved from sums (trainable 'statistics')",
-    "noise_floor": "optimizer.params.noise_floor",
     "mixing": "mixing",
     "monitor": "monitor",
-    "until_budget": "until_budget",
     "features": "features that are kept",
     "keep_key": "run.keep_key",
     "audit": "run.audit",
 }
 """Every option that excludes another one, with its name in refusals."""
-_INDEPENDENT = "the latter needs the same independent noise at all steps"
 _ONE_STEP = "the former is one step over all records, before which there is no model"
 APART = {
     ("banded", "exact"): "exact noise is whole numbers, and weighted sums of them are not",
-    ("banded", "tan"): "the latter scales the independent noise of steps",
-    ("banded", "noise_floor"): _INDEPENDENT,
-    ("banded", "monitor"): _INDEPENDENT,
+    ("banded", "monitor"): "the latter needs the same independent noise at all steps",
     ("banded", "keep_key"): "the secret file contains the keys of the last block's steps, whose weights were released",
     ("banded", "audit"): "the key is kept until the audit is made, and contains the keys of the last block's steps",
     ("allocation", "banded"): "the former is proved for independent noise",
-    ("allocation", "tan"): "the latter is proved for Poisson samples",
     ("allocation", "monitor"): "the latter's advice is for Poisson samples",
-    ("allocation", "until_budget"): "records are allocated to a fixed number of steps; give steps or epochs",
     ("allocation", "keep_key"): "the secret file may contain the key that tells in which step of the last epoch each "
     "record took part",
     ("allocation", "audit"): "the key is kept until the audit is made, and may tell in which step of the last epoch "
     "each record took part",
     ("adaptive", "audit"): "the latter holds C fixed",
-    ("tan", "metrics"): "the former scales the noise of gradients alone",
-    ("tan", "adaptive"): "the former scales the noise of gradients alone",
-    ("tan", "until_budget"): "the former simulates a run of a fixed number of steps; give `steps`",
     ("adaptive", "automatic"): "the former moves the one C of flat clipping",
     ("adaptive", "groups"): "the former moves one C for all parameters",
-    ("adaptive", "noise_floor"): "the latter subtracts a constant noise, and with the former it changes with C",
     ("adaptive", "held_out"): "the latter is measured with a fixed C",
-    ("mixing", "noise_floor"): "the former weakens the noise that the latter subtracts",
     ("units", "held_out"): "the latter measures single records",
     ("statistics", "views"): "the former sees each record once",
     ("statistics", "banded"): _ONE_STEP,
     ("statistics", "allocation"): _ONE_STEP,
     ("statistics", "metrics"): _ONE_STEP,
-    ("statistics", "tan"): _ONE_STEP,
     ("statistics", "mixing"): "the former's sums are no model's gradients",
     ("statistics", "monitor"): "the former's sums are no model's gradients",
     ("features", "views"): "the former are one row for each record",
@@ -96,23 +82,11 @@ def require_together(chosen: Collection[str]) -> None:
             raise PlanError(f"{MECHANISMS[one]} and {MECHANISMS[other]} do not go together: {why}; drop one of them")
 
 
-@dataclass(frozen=True)
-class StandIn:
-    """For a TAN simulation: the budget of the run that it stands for, and what batch and noise were divided by."""
-
-    __pydantic_config__ = CLOSED
-    epsilon: float
-    scale: float
-
-    def __str__(self) -> str:
-        return f"NOT PRIVATE at ε = {self.epsilon:g}: a TAN simulation, batch and noise divided by {self.scale:g}"
-
-
 AnyNoise = IndependentNoise | ExactGrid | BandedNoise
 NOISES: dict[str, type[AnyNoise]] = {each.kind: each for each in (IndependentNoise, ExactGrid, BandedNoise)}
 _OF_JSON: dict[str, Callable[[dict[str, Any]], object]] = {
     "sampling": sampling_of_dict, "noise": lambda value: NOISES[value["kind"]](**value),
-    "stands_for": lambda value: StandIn(**value), "units": lambda value: Unit(**value),
+    "units": lambda value: Unit(**value),
 }  # fmt: skip
 
 
@@ -132,8 +106,6 @@ class PrivacyPlan:
     adjacency: str = ADJACENCY
     metrics: tuple[AnyMetric, ...] = ()
     """Released with the gradient at every step."""
-    stands_for: StandIn | None = None
-    """Set in a TAN simulation; all other numbers are those of the run itself."""
     units: Unit | None = None
     """Set where the unit is not a record: then `records` is the number of units, and so is every n."""
     noise: AnyNoise = field(default_factory=IndependentNoise)
@@ -170,7 +142,6 @@ class PrivacyPlan:
     def mechanisms(self) -> frozenset[str]:
         """Those of `MECHANISMS` that a plan knows of."""
         chosen = {
-            "tan": self.stands_for is not None,
             "metrics": bool(self.metrics),
             "units": self.units is not None,
             "views": self.views > 1,
@@ -234,11 +205,12 @@ class PrivacyPlan:
 
     def as_dict(self) -> dict[str, object]:
         value = asdict(self)
-        names = ("metrics", "stands_for", "units", "views")
+        names = ("metrics", "units", "views")
         optional = {name: value.pop(name) for name in names}
         optional["metrics"] = list(optional["metrics"])
         if self.views == 1:
             del optional["views"]
+        # What a plan does not use is not written: a mechanism that comes later changes no line of the runs without it.
         if self.noise == IndependentNoise():
             del value["noise"]
         return value | {name: part for name, part in optional.items() if part}

@@ -31,7 +31,7 @@ from murmuration.train.distributed.ranks import Alone
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.local import LocalEngine
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import synthetic_batch
 
 Found = dict[str, Any]
@@ -189,9 +189,9 @@ def engine_of(
         computation = Computation(
             precision="bf16", cuda_graph="auto" if graph else "off", compile="blocks" if compiled else "off"
         )
-        engine = clipping_engine(model, rule_of(records), Optimizer(), 0.0, settings, ranks, computation).engine
+        engine = clipping_engine(model, rule_of(records), Optimizer(), settings, ranks, computation).engine
     else:
-        flat = make_optimizer(Optimizer(), model.named_parameters(), 0.0)
+        flat = make_optimizer(Optimizer(), model.named_parameters())
         engine = make_engine(settings, PlainForward(model, "bf16", compiled=compiled), flat, ranks)
     assert isinstance(engine, LocalEngine)
     return engine

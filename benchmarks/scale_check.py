@@ -63,7 +63,7 @@ def work(steps: int) -> None:
     # Each rank alone: what it does together with the others is timed by itself.
     ranks, settings = Alone(torch.device("cpu")), EngineSettings("local", MICRO_BATCH)
     rule, optimizer = ClipRule("flat", 1.0, 0.0), Optimizer()
-    forward = clipping_engine(build(shape, "mae"), rule, optimizer, 0.0, settings, ranks, Computation()).forward
+    forward = clipping_engine(build(shape, "mae"), rule, optimizer, settings, ranks, Computation()).forward
     batch = synthetic_batch(shape, "mae", MICRO_BATCH, dist.get_rank())
     for _ in range(3):
         forward(batch.inputs, batch.present)

@@ -104,7 +104,7 @@ def measured(ranks: Ranks, stage: int, model_name: str, samples: list[int], read
     shape = shape_of(model_name)
     settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))  # pyright: ignore[reportArgumentType]
     rule, model = ClipRule("flat", 1.0, 0.0), build(shape, "caption")
-    built = clipping_engine(model, rule, Optimizer(), 0.0, settings, ranks, Computation())
+    built = clipping_engine(model, rule, Optimizer(), settings, ranks, Computation())
     engine, stepping = built.engine, Clock()
     # These run after the engine's own hook, which adds the noise.
     built.optimizer.register_step_pre_hook(lambda *_: stepping.start())

@@ -171,7 +171,7 @@ def _one(
     select(model, settings.trainable)
     rule = ClipRule(study.clip, study.norm, 0.0, study.gamma) if variant.clipping else ClipRule("flat", UNREACHED, 0.0)
     built = clipping_engine(
-        model, rule, settings.optimizer, 0.0, EngineSettings.of(config), ranks, Computation.of(config.run), make=make
+        model, rule, settings.optimizer, EngineSettings.of(config), ranks, Computation.of(config.run), make=make
     )
     forward, engine = built.forward, built.engine
     # Public data need no secrets: all variants get the same records in the same order, and the same noise.

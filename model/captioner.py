@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from murmuration.model.attention import CausalSelfAttention, CrossAttention
 from murmuration.model.drop import RowKeys, dropout
 from murmuration.model.encoder import Encoder, Inputs
+from murmuration.model.inputs import weighted
 from murmuration.model.positions import image_positions, text_positions
-from murmuration.model.record_weight import weighted
 from murmuration.model.settings import Shape
 from murmuration.model.sizes import Activation
 

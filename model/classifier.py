@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from murmuration.model.encoder import Encoder, Inputs
-from murmuration.model.record_weight import weighted
+from murmuration.model.inputs import weighted
 from murmuration.model.settings import Loss, Shape
 from murmuration.model.statistics_head import StatisticsHead
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, Variable
 
-DROP_KEY = "drop_key"
+from murmuration.model.inputs import DROP_KEY
+
 Drop = Callable[[Tensor], Tensor]
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads small numbers
 _FACTORS = (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from murmuration.model.block import Block, norm_layer
 from murmuration.model.drop import RowKeys
+from murmuration.model.inputs import Inputs as Inputs
 from murmuration.model.positions import image_positions
-from murmuration.model.record_weight import Inputs as Inputs
 from murmuration.model.settings import Shape
 from murmuration.model.sizes import Stack
 

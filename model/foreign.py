@@ -151,14 +151,6 @@ def _strange(account: LoadReport, key: str) -> WeightsError:
 # weights.
 
 
-def to_timm(model: Model) -> dict[str, Tensor]:
-    return {name: entry.tensor for name, entry in timm_weights(model).items()}
-
-
-def to_hugging_face(model: Model) -> dict[str, Tensor]:
-    return {name: entry.tensor for name, entry in hugging_face_weights(model).items()}
-
-
 def timm_weights(model: Model) -> WeightEntries:
     """For `vision_transformer.VisionTransformer` with a class token, or `resnetv2.ResNetV2`."""
     if isinstance(model, Classifier) and model.shape.resnet is not None:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from murmuration.model.captioner import PAD, mean_over
+from murmuration.model.inputs import Inputs, weighted
 from murmuration.model.language_body import LanguageBody
-from murmuration.model.record_weight import Inputs, weighted
 from murmuration.model.settings import Shape
 
 

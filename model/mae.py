@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.model.encoder import Encoder, Inputs, blocks, norm_layer, patchify, take_rows, unpatchify
+from murmuration.model.inputs import weighted
 from murmuration.model.positions import image_positions
-from murmuration.model.record_weight import weighted
 from murmuration.model.settings import SettingsError, Shape
 
 

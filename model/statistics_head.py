@@ -1,6 +1,6 @@
 """A classifier's head from one pass over its features: least squares on two clipped and noised sums.
 
-The sums are X = Σ z zᵀ and Y = Σ y zᵀ over all records, where z is a record's features, cut to a length of at most 1,
+The sums are X = Σ z zᵀ and Y = Σ y zᵀ over all records, where z is a record's features, scaled to length 1,
 and y says which of the classes are right. They are the gradients of a loss that is linear in two matrices,
 
     loss = √SHARE · zᵀ·gram·z + √(1 - SHARE) · yᵀ·cross·z,
@@ -21,15 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GRAM, CROSS, SOLVING = "gram", "cross", "solving"
-RIDGE, LENGTH, BALANCED, HIDDEN = 0, 1, 2, 3
+RIDGE, HIDDEN = 0, 1
 """What the numbers in `solving` are. `HIDDEN` is the largest eigenvalue that noise alone would have."""
 SHARE, DAMPED = 0.3, 0.25
 """The part that X has in the square of what a record adds, and the ridge in units of `HIDDEN`. On features of 5,000 and
 50,000 pictures of CIFAR-10, at ε from 0.25 to 100, no other share and ridge was right 1.2 points more often
 (`benchmarks/real_heads.py --grid`)."""
-RAREST = 0.1
-"""A class is taken to have at least this share of the records that it would have if all were equally common: the mean
-of a rarer one would be noise blown up."""
 SMALLEST_RIDGE = 1e-6
 """Where there is no noise to be damped."""
 
@@ -46,23 +43,16 @@ class StatisticsHead(nn.Linear):
         super().__init__(base.in_features, base.out_features, device="meta")
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias.requires_grad_(False)
-        width = base.in_features + 1
-        self.gram = nn.Parameter(base.weight.new_zeros(width, width))
-        self.cross = nn.Parameter(base.weight.new_zeros(base.out_features, width))
-        self.register_buffer(SOLVING, base.weight.new_tensor([SMALLEST_RIDGE, 0.0, 0.0, 0.0]))
+        self.gram = nn.Parameter(base.weight.new_zeros(base.in_features, base.in_features))
+        self.cross = nn.Parameter(base.weight.new_zeros(base.out_features, base.in_features))
+        self.register_buffer(SOLVING, base.weight.new_tensor([SMALLEST_RIDGE, 0.0]))
         self._known: tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]] | None = None
 
-    def settle(
-        self, noise: float, ridge: float | None = None, length: float | None = None, balanced: bool = False
-    ) -> None:
-        """`noise` is the deviation that an element of the sums will have, divided by n. With a `length`, features are
-        divided by it and cut to 1, and the head has biases; otherwise every record's features are scaled to length 1,
-        and it has none. `balanced` needs a length: the head is then that of discriminant analysis, which answers as if
-        all classes were equally common."""
+    def settle(self, noise: float, ridge: float | None = None) -> None:
+        """`noise` is the deviation that an element of the sums will have, divided by n."""
         hidden = largest_eigenvalue(noise / math.sqrt(SHARE), self.in_features)
-        ridge = max(SMALLEST_RIDGE, DAMPED * hidden) if ridge is None else ridge
-        for place, value in ((RIDGE, ridge), (LENGTH, length or 0.0), (BALANCED, float(balanced)), (HIDDEN, hidden)):
-            self.solving[place] = value
+        self.solving[RIDGE] = max(SMALLEST_RIDGE, DAMPED * hidden) if ridge is None else ridge
+        self.solving[HIDDEN] = hidden
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
@@ -70,18 +60,11 @@ class StatisticsHead(nn.Linear):
             return F.linear(input, weight.to(input.dtype), bias.to(input.dtype))
         # In fp32 whatever the precision of the body: the head has no layers whose speed would matter.
         with torch.autocast(input.device.type, enabled=False):
-            inputs, targets = self._inputs(input.detach().float()), self._targets(labels)
+            features, targets = input.detach().float(), self._targets(labels)
+            inputs = features / torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp(min=1e-20)
             squares = (F.linear(inputs, self.gram) * inputs).sum(1)
             products = (F.linear(inputs, self.cross) * targets).sum(1)
             return math.sqrt(SHARE) * squares + math.sqrt(1 - SHARE) * products
-
-    def _inputs(self, features: Tensor) -> Tensor:
-        """[B, width + 1], of length at most 1: the features, and a constant for the biases if there are any."""
-        given = self.solving[LENGTH]
-        lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
-        scaled = features / torch.maximum(lengths, given).clamp(min=1e-20)
-        constant = (given > 0).to(scaled.dtype).expand(len(scaled), 1)
-        return torch.cat([scaled, constant], 1) * (1 + constant).rsqrt()
 
     def _targets(self, labels: Tensor) -> Tensor:
         """[B, classes], of length at most 1; a label that is no class is right about nothing."""
@@ -101,31 +84,10 @@ class StatisticsHead(nn.Linear):
 
 @torch.no_grad()
 def solution(gram: Tensor, cross: Tensor, solving: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight [classes, features] and bias [classes], from what descent has left of the sums."""
-    ridge, length, balanced, hidden = (float(number) for number in solving)
-    both, classes = -gram.double() / math.sqrt(SHARE), -cross.double() / math.sqrt(1 - SHARE)
-    if balanced:
-        # Linear discriminant analysis with equal priors, which the same sums suffice for: the shares of the classes,
-        # their means, and the covariance around them. Scores are log-likelihoods, up to what is common to all classes.
-        # z is (x, 1)/√2.
-        second, sums, shares = 2 * both[:-1, :-1], math.sqrt(2) * classes[:, :-1], math.sqrt(2) * classes[:, -1]
-        shares = shares.clamp(min=RAREST / len(shares))[:, None]
-        means = sums / shares
-        weight = means @ _inverse(second - means.T @ sums, 2 * ridge, 2 * hidden)
-        bias = -0.5 * (weight * means).sum(1)
-    else:
-        weight, bias = _least_squares(both, classes, ridge, hidden, bool(length))
-    return (weight / (length or 1.0)).to(gram.dtype), bias.to(gram.dtype)
-
-
-def _least_squares(both: Tensor, classes: Tensor, ridge: float, hidden: float, biases: bool) -> tuple[Tensor, Tensor]:
-    if not biases:  # the last row and column hold noise alone
-        both, classes = both[:-1, :-1], classes[:, :-1]
-    found = classes @ _inverse(both, ridge, hidden)
-    if not biases:
-        return found, found.new_zeros(len(found))
-    found = found * math.sqrt(0.5)
-    return found[:, :-1], found[:, -1]
+    """Weight [classes, features] and bias [classes], which is zero, from what descent has left of the sums."""
+    ridge, hidden = (float(number) for number in solving)
+    weight = -cross.double() / math.sqrt(1 - SHARE) @ _inverse(-gram.double() / math.sqrt(SHARE), ridge, hidden)
+    return weight.to(gram.dtype), cross.new_zeros(len(cross))
 
 
 def _inverse(matrix: Tensor, ridge: float, hidden: float) -> Tensor:

@@ -34,7 +34,7 @@ from murmuration.train.noise.choose import over_steps, source_for
 from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords, largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
@@ -85,23 +85,19 @@ class ClippingEngine:
 
 
 def clipping_engine(
-    model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, gradient_noise: float,
-    engine: EngineSettings, ranks: Ranks, computation: Computation,
+    model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, engine: EngineSettings,
+    ranks: Ranks, computation: Computation,
     around_clip: Callable[[ClipEngine], ClipEngine] | None = None, make: Callable[..., Engine] = make_engine,
     keeps_before: bool = False,
 ) -> ClippingEngine:  # fmt: skip
-    """`gradient_noise`: the deviation that the noise has in the mean gradient. `around_clip` is for audits.
-    `keeps_before`: the weights from before the last step are kept, for probes of the loss."""
-    compiled = engine.micro_batch if computation.compile == "blocks" else 0
-    clip = make_clip(
-        computation.clip_engine, rule, computation.precision, computation.clip_memory, compiled,
-        computation.gradient_checkpointing,
-    )  # fmt: skip
+    """`around_clip` is for audits. `keeps_before`: the weights from before the last step are kept, for probes of the
+    loss."""
+    clip = make_clip(rule, computation, engine.micro_batch)
     if around_clip is not None:
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
     forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
-    flat = make_optimizer(optimizer, model.named_parameters(), gradient_noise)
+    flat = make_optimizer(optimizer, model.named_parameters())
     flat.keeps_before = keeps_before
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 
@@ -112,7 +108,7 @@ def largest_micro_batch(
     """The largest micro-batch that fits, by trying."""
     whole = EngineSettings()  # a shard of it needs less
     trial = clipping_engine(
-        copy.deepcopy(model), rule, Optimizer(), 0.0, whole, ranks, replace(computation, compile="off")
+        copy.deepcopy(model), rule, Optimizer(), whole, ranks, replace(computation, compile="off")
     ).engine  # fmt: skip
     try:
         return largest_that_fits(trial, records, most, ranks)
@@ -122,10 +118,7 @@ def largest_micro_batch(
 
 def kept_of_record(model: nn.Module, rule: ClipRule, computation: Computation, records: SyntheticRecords) -> float:
     """Bytes of activations that wait for the backward pass, for each record: what is kept of four more than of two."""
-    clip = make_clip(
-        "book-keeping", rule, computation.precision, computation.clip_memory,
-        checkpointed=computation.gradient_checkpointing,
-    )  # fmt: skip
+    clip = make_clip(rule, replace(computation, clip_engine="book-keeping", compile="off"))
     clip.prepare(model)
     kept: list[dict[int, UntypedStorage]] = []
 
@@ -156,6 +149,7 @@ class PrivateCore:
         self._ahead: NoiseAhead | None = None
 
     def prove(self, synthetic: SyntheticRecords, ranks_per_copy: int, micro_batch: int) -> SelfTestReport:
+        # Of a key of its own: the test looks at its noise, which must never be that of a step.
         noise = self.noise("self-test", begun_after=0)
         if self.engine.device.type == "cuda":
             require_room(self.engine, synthetic, micro_batch, self.ranks)
@@ -205,19 +199,19 @@ class PrivateCore:
             self._ahead.close()
 
 
-def make_clip(
-    name: str, rule: ClipRule, precision: Precision, memory: Literal["lean", "fast"], compiled: int = 0,
-    checkpointed: bool = False,
-) -> ClipEngine:  # fmt: skip
-    """`compiled`: in micro-batches of so many records, blocks run as compiled code. `checkpointed`: they run again in
-    the backward pass."""
+def make_clip(rule: ClipRule, computation: Computation, micro_batch: int = 0) -> ClipEngine:
+    """`micro_batch`: the records of those in which blocks may run as compiled code."""
     # What is only for checking is not loaded otherwise: Opacus takes seconds.
-    if name == "reference":
+    if computation.clip_engine == "reference":
         from murmuration.train.clip.reference import ReferenceClip
 
         return ReferenceClip(rule)
-    if name == "opacus":
+    if computation.clip_engine == "opacus":
         from murmuration.train.clip.reference import OpacusClip
 
         return OpacusClip(rule)
-    return BookKeepingClip(rule, precision, HOLD[memory], compiled=compiled, checkpointed=checkpointed)
+    return BookKeepingClip(
+        rule, computation.precision, HOLD[computation.clip_memory],
+        compiled=micro_batch if computation.compile == "blocks" else 0,
+        checkpointed=computation.gradient_checkpointing,
+    )  # fmt: skip

@@ -63,7 +63,7 @@ class PrivatePhase:
         self.ranks, self.number, self.rate = ranks, number, rate
         self._settings, self._computation = engine, computation or Computation()
         built = clipping_engine(
-            model, rule, optimizer, plan.noise_std / plan.divisor, engine, ranks, self._computation, around_clip,
+            model, rule, optimizer, engine, ranks, self._computation, around_clip,
             keeps_before=rate is not None,
         )  # fmt: skip
         self.clip, self.forward = built.clip, built.forward
@@ -158,12 +158,12 @@ class PrivatePhase:
         if self._make is None:
             raise SelfTestError("no step is taken before prove() has passed; call it first")
         self.require_whole()
-        self._failed = number
+        self._failed = number  # until the step is whole: an error of any kind, anywhere in it, leaves this set
         try:
             summary = self._make(number, learning_rate)
             if self._after is not None:
                 self._after(number)
-        except (Stopped, BudgetSpent):
+        except (Stopped, BudgetSpent):  # raised before any weight moves, so the same step may be made again
             self.engine.discard()
             self._failed = None
             raise

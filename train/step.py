@@ -91,6 +91,7 @@ class PrivateStep:
         self.ranks.require_same(f"the records of step {step}", draw.digest)
         # Where C adapts, that of this step was fixed by what earlier steps released: this draw has no part in it.
         rule = next_rule(self.clip, self.norm)
+        # The noise grows and shrinks with it, so that σ, and with it what the step costs, stays the plan's.
         noise = self.noise if self.norm is None else self.norm.noise(self.noise)
         update = NoisyUpdate(noise, step)
         announced = update.fact(self.engine.trainable_elements)
@@ -109,12 +110,14 @@ class PrivateStep:
 
         # The weights are the step's first release: the ledger's line is on the disk before they move.
         sensitivities = self.record.durable(observed.sensitivity)
+        # One reduction, one noise, one move of the weights, however many micro-batches there were, if any.
         applied = self.engine.update(update, learning_rate)
         if self.metrics is not None:
             # Released from the same draw as the gradient, and charged with it as one event.
             for present, each in seen:
                 self.metrics.add(present, each, rule.bound)
-        # The largest of what all ranks' sums were made with and what the rule states now.
+        # The largest of what all ranks' sums were made with and what the rule states now: a rank without a record this
+        # time has made no sum, and its sensitivity of 0 must not stand for the step's.
         largest = max(rule.sensitivity, *sensitivities)
         summed = ClippingFact(rule.kind, largest)
         if self.metrics is not None:

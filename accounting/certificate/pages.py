@@ -193,14 +193,13 @@ def _phase_table(certificate: dict[str, Any]) -> list[list[str]]:
 
 def _meaning(certificate: dict[str, Any]) -> list[str]:
     claim = certificate["claim"]
-    stands_for = claim.get("stands_for")
-    objection = None if claim["private"] or stands_for else claim["statement"]
+    objection = None if claim["private"] else claim["statement"]
     limits = certificate["limits"]
     attacks = Attacks.of_limits(limits) if limits else Attacks.of_curve(curve_of(certificate))
     n = max((phase["plan"]["records"] for phase in certificate["phases"] if phase.get("plan")), default=None)
     delta = delta_of(claim) or 1.0
     text = explain(claim["epsilon_claimed"] or 0.0, delta, certificate["unit"], attacks, objection, n)
-    return [*([f"{stands_for}. The following is about what was run."] if stands_for else []), *text.split("\n\n")]
+    return text.split("\n\n")
 
 
 def _limits(certificate: dict[str, Any]) -> list[Section]:
@@ -269,7 +268,7 @@ def nist(certificate: dict[str, Any]) -> list[Block]:
     """The components that the publication names, from the guarantee down to what everything else rests on."""
     claim = certificate["claim"]
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
-    strength = "no promise" if not (claim["private"] or "stands_for" in claim) else (
+    strength = "no promise" if not claim["private"] else (
         f"ε = {claim['epsilon_claimed']}, δ = {show_delta(delta_of(claim))}"
     )  # fmt: skip
     about = certificate.get("about") or {}

@@ -37,8 +37,7 @@ class Provenance:
     @staticmethod
     def of(history: History) -> Provenance:
         objection = history.why_not_private()
-        # No objection: weights of public records alone, and those of a simulation, which were made as it says.
-        harmless = {None, NOTHING_PRIVATE, *(str(plan.stands_for) for plan in history.plans.values())}
+        harmless = (None, NOTHING_PRIVATE)  # the latter: of public records alone
         origins = tuple(history.origins)
         if history.plans:
             own = tuple(sorted({segment.manifest_digest for segment in history.segments}))

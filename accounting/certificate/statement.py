@@ -86,7 +86,7 @@ def compose(
     claimed, basis, tunings = claim_of(history, spent)
     claim: dict[str, Any] = {
         "private": objection is None,
-        "statement": _said(history, objection, claimed or 0.0, history.claimed_delta() if private else 0.0),
+        "statement": objection or _statement(history, claimed or 0.0, history.claimed_delta()),
         "epsilon": spent,
         "epsilon_rounded_up": None if spent is None else round_up(spent),
         "epsilon_claimed": None if claimed is None else round_up(claimed),
@@ -96,7 +96,6 @@ def compose(
         "epsilon_budget": history.budget() if private else None,
         "epsilon_rdp": _second_opinion(history) if chargeable else None,
         "method": describe("pld"),
-        **({"stands_for": objection} if _simulated(history, objection) else {}),
     }
     if dates := stated_days(history.run["started"], added.pop("dates", {})):
         added = {"dates": dates, **added}
@@ -209,19 +208,6 @@ def _phase(history: History, index: int) -> dict[str, Any]:
         **({"clip_norms": trail.norms} if (trail := history.trails.get(index)) and trail.norms else {}),
         **({"faults": history.faults} if faulty else {}),
     }
-
-
-def _said(history: History, objection: str | None, claimed: float, delta: float) -> str:
-    if objection is None:
-        return _statement(history, claimed, delta)
-    if _simulated(history, objection):
-        return f"{objection}; what was run has {_statement(history, claimed, delta)}"
-    return objection
-
-
-def _simulated(history: History, objection: str | None) -> bool:
-    """Whether the only objection is that ε is not that of the run which this one stands for (a TAN simulation)."""
-    return any(objection == str(plan.stands_for) for plan in history.plans.values() if plan.stands_for)
 
 
 def _statement(history: History, claimed: float, delta: float) -> str:

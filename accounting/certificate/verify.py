@@ -42,7 +42,7 @@ DERIVED_CLAIMS = (
     "epsilon_budget", "epsilon_rdp",
 )  # fmt: skip
 # Only some claims have these; if they do, the pages show them.
-OPTIONAL_CLAIMS = ("delta_claimed", "stands_for")
+OPTIONAL_CLAIMS = ("delta_claimed",)
 
 
 @dataclass(frozen=True)

@@ -390,8 +390,7 @@ class History:
                 f"{self.phase_names[self.late_plans[0]]} was declared after private steps had run: for both together "
                 "nothing is proved"
             )
-        simulated = (str(plan.stands_for) for plan in self.plans.values() if plan.stands_for)
-        return next(simulated, None if self.plans else NOTHING_PRIVATE)
+        return None if self.plans else NOTHING_PRIVATE
 
     def why_budget_is_claimed(self) -> str | None:
         """Why the claim must be the planned budget and not what was spent: someone may have chosen by the outputs."""

@@ -273,7 +273,9 @@ class Journal:
         if phase not in self.history.plans or any(mark.digest == digest for mark in self.history.checkpoints):
             return
         current = self.history.segments[-1] if self.history.segments else None
-        if current is not None and current.phase == phase and self._same_directory():
+        # Neither copied nor restored since the newest segment began.
+        untouched = max(self.history.copied, self.history.lost_at) < len(self.history.segments)
+        if current is not None and current.phase == phase and untouched:
             done = self.history.progress[phase, current.number].committed
             own = written_at > self.history.segment_lines[phase, current.number]
             # Since then the run may have continued from an older checkpoint, and repeated these very steps.
@@ -289,10 +291,6 @@ class Journal:
             f"the ledger does not know this checkpoint of step {step}, and another copy of the run may have repeated "
             "the step; continue from a checkpoint that the ledger names, or start a new run directory"
         )
-
-    def _same_directory(self) -> bool:
-        """Neither copied nor restored since the newest segment began."""
-        return max(self.history.copied, self.history.lost_at) < len(self.history.segments)
 
     def new_segment_reason(self, phase: int, step: int, config_digest: str) -> str | None:
         """Why steps after `step` must not be replayed under their old keys; None if they may be.

@@ -38,7 +38,7 @@ from murmuration.evaluation.session.result import Outcome, Result
 from murmuration.evaluation.session.session import Chosen, Session, Work, by_list, numbered
 from murmuration.model.build import build, take_encoder
 from murmuration.model.classifier import TransformerClassifier
-from murmuration.model.drop import DROP_KEY
+from murmuration.model.inputs import DROP_KEY
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.train.clip.engine import autocast

@@ -117,7 +117,7 @@ def hits_of(probe: Logistic | LarsProbe, rows: Rows, classes: int) -> torch.Tens
 #
 # LARS as published for masked autoencoders: momentum 0.9 over gradients scaled by 0.001·‖w‖/‖g‖ per matrix, biases
 # unscaled, no weight decay, linear warm-up and a half cosine. Batches are drawn anew each epoch from a seed; records
-# left after the last whole batch wait for another epoch. `train/optim/sgd.py` has the same rule for sharded
+# left after the last whole batch wait for another epoch. `train/optim/optimizers.py` has the same rule for sharded
 # parameters.
 
 

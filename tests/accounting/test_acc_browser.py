@@ -151,7 +151,7 @@ def test_the_page_agrees_with_every_kind_of_run(tmp_path: Path) -> None:
     runs = dict(
         zip([path.name for path in folders], in_browser(runs=[str(path) for path in folders])["runs"], strict=True)
     )
-    no_claim = {"simulated": "it simulates another run", "no promise": "its keys come from a seed"}
+    no_claim = {"no promise": "its keys come from a seed"}
     for name, said in runs.items():
         assert not [line for line in said if line.startswith(("fails", "refused"))], (name, said)
         told = [line for line in said if "NOT PRIVATE" in line]

@@ -26,7 +26,6 @@ from murmuration.accounting.epsilon.other_pairs import Group, dominating
 from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
-from murmuration.accounting.make_plan import stand_in
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.plan import parse_delta
@@ -167,8 +166,6 @@ ROWS: list[Row] = [
     ("a delta in words", lambda: parse_delta("one", 100), PlanError, "delta must be a number, '1/n' or"),
     *each("a metric", lambda **given: PlannedMetric("loss", **given), PlanError, "finite positive bound",
           {"bound": 0.0, "std": 1.0}, {"bound": 1.0, "std": 0.0}, {"bound": 1.0, "std": INF}),
-    ("a simulation of little noise", lambda: stand_in(planned(steps=1), 201.0), PlanError, r"use at most 200\b"),
-    ("a simulation with metrics", lambda: stand_in(planned(metrics=(LOSS,)), 2.0), PlanError, "metrics"),
     *each("norms that adapt", lambda **wrong: replace(RULE, **wrong), AdaptiveError, "needs",
           {"quantile": 0.0}, {"quantile": 1.0}, {"learning_rate": 0.0}, {"learning_rate": 10.5}, {"lowest": 0.0},
           {"lowest": 2.0, "highest": 1.0}, {"highest": INF}, {"quantile": NAN}, {"lowest": NAN}),

@@ -36,7 +36,7 @@ from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
 from murmuration.accounting.noise import GRID_GROWTH, CorrelationFact, ExactGrid
-from murmuration.accounting.plan import PrivacyPlan, StandIn
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation, threshold_for
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 from tests.support import acc_world
@@ -298,7 +298,6 @@ WORLDS: dict[str, Callable[[Path], World]] = {
     "units": plain(replace(WHOLE, units=PATIENT, unit=unit_in_words(PATIENT), adjacency=adjacency_in_words(PATIENT))),
     "views": plain(replace(WHOLE, views=3, metrics=(PlannedMetric("loss", 2.0, 40.0),))),
     "held out": plain(replace(WHOLE, metrics=(HeldOutAccuracy.of(9.0, 0.1),))),
-    "simulated": plain(replace(WHOLE, stands_for=StandIn(8.0, 4.0))),
     "early": early,
     "words": with_words,
     "others": beside_a_run_without_noise,
@@ -647,7 +646,7 @@ SAID: list[tuple[str, Check]] = [
     (r"\| dp-accounting \| (.*) \|", is_(lambda w: w.journal.history.run["versions"]["dp-accounting"])),
     (
         r"###   (?:private: (\w+))",
-        is_(lambda w: str(not (w.journal.history.run["debug"] or w.plan.stands_for)).lower()),
+        is_(lambda w: str(not w.journal.history.run["debug"]).lower()),
     ),
     (rf"(?:###   |registry )epsilon: {NUMBER}", lambda w, e: claims(w, e, str(w.delta))),
     (rf"(?:###   |registry )delta: {NUMBER}", lambda w, d: w.delta <= float(d) <= 1.01 * w.delta),

@@ -53,7 +53,7 @@ def one_step(
     """`later` comes before a second step. `empty_first`: a step without records comes before, as in the self-test."""
     settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))  # pyright: ignore[reportArgumentType]
     engine: Any = clipping_engine(
-        build(SHAPE, "caption").to(dtype), RULE, OPTIMIZERS["AdamW"], 0.0, settings, ranks, Computation(), make=make
+        build(SHAPE, "caption").to(dtype), RULE, OPTIMIZERS["AdamW"], settings, ranks, Computation(), make=make
     ).engine
     try:
         if change is not None:

@@ -32,7 +32,7 @@ from murmuration.train.engines.fsdp2 import FSDP2Engine, start_ranks
 from murmuration.train.engines.shard_map import row_slices
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.answering import answer
@@ -96,8 +96,8 @@ def engine_of(model: nn.Module, ranks: Ranks, private: bool = True) -> Any:
     sharding, optimizer = EngineSettings("fsdp2", MICRO_BATCH), SETTINGS[private]
     if private:
         rule = ClipRule("flat", C, ALLOWANCE)
-        return clipping_engine(model, rule, optimizer, 0.0, sharding, ranks, Computation()).engine
-    return make_engine(sharding, PlainForward(model), make_optimizer(optimizer, model.named_parameters(), 0.0), ranks)
+        return clipping_engine(model, rule, optimizer, sharding, ranks, Computation()).engine
+    return make_engine(sharding, PlainForward(model), make_optimizer(optimizer, model.named_parameters()), ranks)
 
 
 def two_steps(engine: FSDP2Engine, objective: str, private: bool) -> dict[str, Tensor]:

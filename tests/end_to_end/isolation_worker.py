@@ -47,7 +47,7 @@ def outcome(ranks: Ranks, layout: Layout, model: nn.Module) -> str | float:
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     frozen = [name for name, x in model.state_dict(keep_vars=True).items() if id(x) not in trained]
     engine = clipping_engine(
-        model, ClipRule("flat", zoo.BOUND, 0.0), PLAIN, 0.0, settings_of(layout), ranks, Computation()
+        model, ClipRule("flat", zoo.BOUND, 0.0), PLAIN, settings_of(layout), ranks, Computation()
     ).engine
     try:
         for _ in range(PASSES):

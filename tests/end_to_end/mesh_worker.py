@@ -28,7 +28,7 @@ from murmuration.train.engines.forward import PlainForward
 from murmuration.train.engines.mesh import Mesh
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import Capture, SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Position
@@ -98,7 +98,7 @@ def apart_without_privacy(ranks: Ranks) -> float:
     found = []
     for layout in ("hsdp", "fsdp2"):
         model = build(SHAPE, "caption")
-        optimizer = make_optimizer(OPTIMIZERS["SGD"], model.named_parameters(), 0.0)
+        optimizer = make_optimizer(OPTIMIZERS["SGD"], model.named_parameters())
         engine = make_engine(settings_of(layout), PlainForward(model), optimizer, ranks)
         for step in STEPS:
             train(engine, ranks, step, "SGD", PlainUpdate(17))
@@ -274,7 +274,7 @@ def without_the_proof_of_sums(engine: Any) -> Iterator[None]:
 def self_tested(ranks: Ranks, change: Callable[[Any, Ranks], None] | None, ranks_per_copy: int) -> str:
     """A fault is seen by the self-test alone, as if the step proved nothing."""
     built = clipping_engine(
-        build(SHAPE, "caption"), ClipRule("flat", C, 1e-4), OPTIMIZERS["SGD"], 0.0, settings_of("hsdp"), ranks,
+        build(SHAPE, "caption"), ClipRule("flat", C, 1e-4), OPTIMIZERS["SGD"], settings_of("hsdp"), ranks,
         Computation(),
     )  # fmt: skip
     engine: Any = built.engine

@@ -27,7 +27,7 @@ from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.self_test.probes import synthetic_batch
 from tests.support.answering import answer
 
@@ -72,9 +72,9 @@ def measured(
         settings = EngineSettings(name, MICRO_BATCHES[0], zero, RANKS_PER_COPY if stage == "hsdp" else None)
         if private:
             rule = ClipRule("flat", 1.0, 0.0)
-            kept.append(clipping_engine(model, rule, Optimizer(), 0.0, settings, ranks, Computation()).engine)
+            kept.append(clipping_engine(model, rule, Optimizer(), settings, ranks, Computation()).engine)
         else:
-            optimizer = make_optimizer(Optimizer(), model.named_parameters(), 0.0)
+            optimizer = make_optimizer(Optimizer(), model.named_parameters())
             kept.append(make_engine(settings, PlainForward(model), optimizer, ranks))
         step(MICRO_BATCHES[0], 1)
 

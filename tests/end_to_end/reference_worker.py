@@ -102,7 +102,7 @@ def main() -> None:
                 reference, model = build(*built), build(*built)
                 rule = ClipRule(kind, C, 0.0, 0.01)
                 settings = EngineSettings("deepspeed", MICRO_BATCH, ZeroOptimization(stage=stage))
-                engine = clipping_engine(model, rule, OPTIMIZER, 0.0, settings, ranks, Computation("reference")).engine
+                engine = clipping_engine(model, rule, OPTIMIZER, settings, ranks, Computation("reference")).engine
                 initial = [p.detach().double().clone() for _, p in trainable(reference)]
                 textbook = torch.optim.AdamW([p for _, p in trainable(reference)], lr=RATE, weight_decay=0.01)
                 error, clipped = first_step(engine, reference, objective, kind, ranks)

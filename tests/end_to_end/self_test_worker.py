@@ -29,7 +29,7 @@ ALLOWANCE = 1e-4
 
 def outcome(ranks: Ranks, layout: Layout, precision: Precision, times: float | None) -> str:
     built = clipping_engine(
-        build(SHAPE, "caption"), ClipRule("flat", C, ALLOWANCE), OPTIMIZERS["SGD"], 0.0, settings_of(layout), ranks,
+        build(SHAPE, "caption"), ClipRule("flat", C, ALLOWANCE), OPTIMIZERS["SGD"], settings_of(layout), ranks,
         Computation(precision=precision), None if times is None
         else lambda clip: OffBy(precision, clip.rule, sums=times, norms=times, always=precision == "fp32"),
     )  # fmt: skip

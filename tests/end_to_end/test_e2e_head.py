@@ -78,7 +78,7 @@ def top_1(run_dir: Path) -> float:
 def test_one_step_over_all_records_at_the_epsilon_of_one_gaussian(finished: Path) -> None:
     (commit,) = [line["facts"] for line in ledger_lines(finished) if line["kind"] == "commit"]
     assert commit["sampling"]["rule"]["threshold"] == 2**32, "every record, for sure"
-    assert commit["noise"]["elements"] == 33 * 33 + CLASSES * 33, "both sums and nothing else"
+    assert commit["noise"]["elements"] == 32 * 32 + CLASSES * 32, "both sums and nothing else"
     claim = verify(finished).epsilon
     (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]
     exact = gaussian_epsilon(plan["noise_multiplier"], 1e-4)

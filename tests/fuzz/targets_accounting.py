@@ -136,7 +136,7 @@ class Certificates(Runs):
         for key, honest in run.certificate["claim"].items():
             if not _agrees(document["claim"][key], honest):
                 raise Broken(f"a certificate verifies whose claim.{key} is not what its ledger gives")
-        if more := document["claim"].keys() & {"delta_claimed", "stands_for"} - run.certificate["claim"].keys():
+        if more := document["claim"].keys() & {"delta_claimed"} - run.certificate["claim"].keys():
             raise Broken(f"a certificate verifies with a claim that its ledger does not make: {more.pop()}")
         # What was verified is made into pages when weights are exported.
         pages.write(document, self.place)

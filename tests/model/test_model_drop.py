@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from murmuration.model.build import Objective
-from murmuration.model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys, dropout
+from murmuration.model.drop import KeyedDropout, KeyedDropPath, RowKeys, dropout
+from murmuration.model.inputs import DROP_KEY
 from tests.support.drop_world import OBJECTIVES, dropping, drops_of, inputs_of
 
 LIKELY = 1e-7  # of a single check: about a thousand are made, and no honest mask is to fail by chance

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from murmuration.model.build import Objective, build
 from murmuration.model.captioner import Captioner, DecoderLayer
-from murmuration.model.drop import DROP_KEY, KeyedDropPath, RowKeys
+from murmuration.model.drop import KeyedDropPath, RowKeys
 from murmuration.model.encoder import Inputs
+from murmuration.model.inputs import DROP_KEY
 from murmuration.model.safety import CouplingError, refuse_coupling
 from murmuration.model.settings import Shape
 from murmuration.model.trainable import select

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
 from murmuration.model.build import build
-from murmuration.model.foreign import to_hugging_face, to_timm
+from murmuration.model.foreign import hugging_face_weights, timm_weights
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings
 from murmuration.model.trainable import select
@@ -253,21 +253,20 @@ def test_there_and_back(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     ours, kept = classifier(init_seed=3), read_weights(tmp_path)
     initialise_with(ours, kept, take_head=True)
-    back = to_hugging_face(ours)
-    assert back.keys() == kept.keys() and all(torch.equal(back[key], kept[key]) for key in kept)
+    back = hugging_face_weights(ours)
+    assert back.keys() == kept.keys() and all(torch.equal(back[key].tensor, kept[key]) for key in kept)
     with torch.no_grad():
         ours.head.bias.add_(1.0)
         ours.blocks[1].attn.qkv.weight.mul_(1.5)
-    save_file(
-        {k: v.contiguous() for k, v in to_hugging_face(ours).items()}, tmp_path / "model.safetensors", {"format": "pt"}
-    )
+    changed = {name: entry.tensor.contiguous() for name, entry in hugging_face_weights(ours).items()}
+    save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
     other = ViTForImageClassification.from_pretrained(tmp_path)
     torch.testing.assert_close(other.eval()(IMAGES).logits, ours.logits(IMAGES), rtol=1e-4, atol=1e-5)
     for model, shape in ((timm_vit(), classifier()), (timm_bit(), resnet())):
         initialise_with(shape, model.state_dict(), take_head=True)
-        again, state = to_timm(shape), model.state_dict()
-        assert again.keys() == state.keys() and all(torch.equal(again[key], state[key]) for key in state)
+        again, state = timm_weights(shape), model.state_dict()
+        assert again.keys() == state.keys() and all(torch.equal(again[key].tensor, state[key]) for key in state)
     with pytest.raises(WeightsError, match="mean of the other tokens"):
-        to_hugging_face(classifier(pooling="mean"))
+        hugging_face_weights(classifier(pooling="mean"))
     with pytest.raises(WeightsError, match="no place for a ResNet"):
-        to_hugging_face(resnet())
+        hugging_face_weights(resnet())

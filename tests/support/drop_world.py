@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from murmuration.model.build import Objective, build
-from murmuration.model.drop import DROP_KEY, KeyedDropout, KeyedDropPath
+from murmuration.model.drop import KeyedDropout, KeyedDropPath
 from murmuration.model.encoder import Inputs
+from murmuration.model.inputs import DROP_KEY
 from murmuration.model.settings import ModelSettings
 
 OBJECTIVES: tuple[Objective, ...] = ("mae", "caption", "classify")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from murmuration.model.drop import DROP_KEY
+from murmuration.model.inputs import DROP_KEY
 from murmuration.train.config.phase import Evaluation, Monitor
 from murmuration.train.config.root import Config
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare

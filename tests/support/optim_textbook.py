@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from tests.support.train_helpers import fragments_of, on_ranks, slice_of
 
 # The second matrix crosses the border of a chunk; a cut among three ranks falls inside it.
@@ -40,7 +40,7 @@ def rate(step: int) -> float:
 
 
 def on_shards(
-    settings: Optimizer, world: int, steps: int = 3, start: Weights | None = None, noise: float = 0.0,
+    settings: Optimizer, world: int, steps: int = 3, start: Weights | None = None,
     between: Callable[[FlatOptimizer, int], None] | None = None,
 ) -> tuple[Weights, Weights]:  # fmt: skip
     """Final weights, and moving averages where kept, put together from the shards; padding is watched."""
@@ -51,7 +51,7 @@ def on_shards(
 
     def one(ranks: Any) -> dict[str, Tensor]:
         low, high = slice_of(ranks.rank, ranks.world, total)
-        optimizer = make_optimizer(settings, parameters.items(), noise)
+        optimizer = make_optimizer(settings, parameters.items())
         flat = nn.Parameter(torch.cat([_flat(start)[low:high], padding]))
         fragments = fragments_of(parameters, low, high)
         optimizer.param_groups[0]["params"] = [flat]
@@ -116,10 +116,7 @@ def textbook(
             if kind in ("AdamW", "LAMB"):
                 m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
                 m_hat, v_hat = m / (1 - b1**t), v / (1 - b2**t)
-                if "noise_floor" in o:
-                    r = m_hat / torch.maximum(v_hat - o["noise"] ** 2, torch.tensor(o["noise_floor"]).double()).sqrt()
-                else:
-                    r = m_hat / (v_hat.sqrt() + eps)
+                r = m_hat / (v_hat.sqrt() + eps)
             if kind == "AdamW":
                 w = w - lr * wd * w - lr * r
             elif kind == "LAMB":
@@ -130,8 +127,7 @@ def textbook(
             else:
                 trust = 1.0
                 if kind == "LARS" and adapts(name) and float(w.norm()) > 0 and float(g.norm()) > 0:
-                    eta = o.get("trust_coefficient", 0.001)
-                    trust = eta * float(w.norm()) / (float(g.norm()) + wd * float(w.norm()) + eps)
+                    trust = 0.001 * float(w.norm()) / (float(g.norm()) + wd * float(w.norm()) + eps)
                 d = trust * (g + wd * w)
                 velocity = momentum * velocity + d
                 w = w - lr * velocity

@@ -53,7 +53,9 @@ OPTIMIZERS = {
     "AdamW": Optimizer.model_validate({"params": {"weight_decay": 0.1}}),
     "SGD": Optimizer.model_validate({"type": "SGD", "params": {"weight_decay": 0.1}}),
     "LAMB": Optimizer.model_validate({"type": "LAMB", "params": {"weight_decay": 0.1}}),
-    "LARS": Optimizer.model_validate({"type": "LARS", "params": {"weight_decay": 0.1, "trust_coefficient": 1.0}}),
+    "LARS": Optimizer.model_validate(
+        {"type": "LARS", "params": {"weight_decay": 0.1, "rules": [{"learning_rate": 1000}]}}
+    ),
 }
 
 
@@ -234,4 +236,4 @@ def engine_of(
     precision: Precision = "fp32", compile: Literal["off", "blocks"] = "off",
 ) -> ClippingEngine:  # fmt: skip
     computation = Computation(precision=precision, compile=compile)
-    return clipping_engine(model, rule, optimizer, 0.0, engine, ranks, computation)
+    return clipping_engine(model, rule, optimizer, engine, ranks, computation)

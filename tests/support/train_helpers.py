@@ -31,7 +31,7 @@ from murmuration.train.engines.forward import PlainForward, PrivateForward
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 
 T = TypeVar("T")
 
@@ -148,7 +148,7 @@ class LocalEngine:
             self.low, self.high = slice_of(ranks.rank, ranks.world, self.trainable_elements)
             self.flats = [nn.Parameter(self._flat([p.detach() for p in self.parameters.values()]))]
             self.layout = [fragments_of(self.parameters, self.low, self.high)]
-        self.base = optimizer or make_optimizer(ADAMW, self.parameters.items(), 0.0)
+        self.base = optimizer or make_optimizer(ADAMW, self.parameters.items())
         if not replicated:
             self.base.param_groups[0]["params"] = self.flats
             held = zip(self.flats, self.layout, strict=True)
@@ -307,7 +307,7 @@ def private_engine(
 ) -> tuple[Any, Any, AESNoise]:  # fmt: skip
     plan = plan or plan_for()
     built = clipping_engine(
-        model or Toy(), ClipRule.of(plan, "flat", 0.01, micro_batch), optimizer, 0.0, EngineSettings(), ranks,
+        model or Toy(), ClipRule.of(plan, "flat", 0.01, micro_batch), optimizer, EngineSettings(), ranks,
         Computation("reference"), around_clip, lambda _, forward, flat, ranks: engine(forward, ranks, replicated, flat),
     )  # fmt: skip
     return built.engine, built.clip, AESNoise.of(NOISE_KEY, plan)

@@ -259,8 +259,6 @@ def test_what_does_not_go_with_adaptive_clipping_is_refused() -> None:
     for clip in ({"kind": "automatic"}, {"groups": "layer"}):
         with pytest.raises(ValueError, match="do not go together"):
             settings({**clip, "adaptive": {}})
-    with pytest.raises(ValueError, match="with the former it changes with C"):
-        settings({"adaptive": {}}, {"noise_floor": 1e-6})
 
 
 @pytest.mark.rest

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.check import _in_fp64, check_gradients
+from murmuration.train.clip.check import _Compared, check_gradients
 from murmuration.train.clip.engine import ClipEngine, Precision, clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
@@ -201,7 +201,8 @@ def test_the_reference_repeats_records_in_fp64_too() -> None:
     clip, batch = ReferenceClip(FLAT), synthetic_batch(model.shape, "caption", 3, seed=3)  # pyright: ignore[reportArgumentType]
     clip.prepare(model)
     single = {name: x[:1] for name, x in batch.inputs.items()}
-    apart, exact = _in_fp64(clip, model, single, batch.present[:1], (single, batch.present[:1]))
+    compared = _Compared(clip, model, model, None)
+    apart, exact = compared.in_fp64(single, batch.present[:1], (single, batch.present[:1]))
     assert apart.fits and apart.gradient < 1e-6 and all(each.dtype == torch.float64 for each in exact.values())
 
 

@@ -26,7 +26,7 @@ from murmuration.train.engines.forward import AHEAD, PrivateForward
 from murmuration.train.engines.local import LocalEngine
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import PlainUpdate
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from tests.support.train_helpers import ADAMW, SHAPE, nano_inputs
 
 CPU = torch.device("cpu")
@@ -223,7 +223,7 @@ def test_an_engine_steps_to_the_same_weights() -> None:
         model = Mixed()
         engine = LocalEngine(
             PrivateForward(model, clip_of(model), defer=defer),
-            make_optimizer(ADAMW, [(n, p) for n, p in model.named_parameters() if p.requires_grad], 0.0), Alone(CPU),
+            make_optimizer(ADAMW, [(n, p) for n, p in model.named_parameters() if p.requires_grad]), Alone(CPU),
         )  # fmt: skip
         for step in range(2):
             for inputs, present in BATCHES[::-1][:-1]:

@@ -17,7 +17,8 @@ from murmuration.data.batch.reader import BatchReader
 from murmuration.data.decode.augment import drop_key
 from murmuration.data.draw.micro_batch import slots
 from murmuration.model.build import build
-from murmuration.model.drop import DROP_KEY, KeyedDropout, KeyedDropPath, RowKeys
+from murmuration.model.drop import KeyedDropout, KeyedDropPath, RowKeys
+from murmuration.model.inputs import DROP_KEY
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals

@@ -31,7 +31,7 @@ from murmuration.train.commands.exit_codes import guarded
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.run import cached_features
 from murmuration.train.run.cached_features import FeatureReader, apart, identity_of, pictures_at_once
 from murmuration.train.storage.feature_store import (
@@ -240,7 +240,7 @@ def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch
     model = head_only()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     params = OptimizerParams(rules=rules)
-    optimizer = make_optimizer(Optimizer(type=kind, params=params), named, 0.0)  # pyright: ignore[reportArgumentType]
+    optimizer = make_optimizer(Optimizer(type=kind, params=params), named)  # pyright: ignore[reportArgumentType]
     for group in optimizer.param_groups:
         group["lr"] = 0.01
     draw = torch.Generator().manual_seed(8)

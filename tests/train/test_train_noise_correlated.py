@@ -18,14 +18,13 @@ from murmuration.accounting.key_chain import KeyChain, forgettable
 from murmuration.accounting.keys import KeyFileError, Link, load
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.noise import NoiseKind
-from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.core import Computation
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import NOISE_CHUNK, AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
 from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.prefetch import NoiseAhead
-from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon, with_steps
+from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon
 from tests.support.config_base import plan_of, private_phase
 from tests.support.own_module import RATE, training
 from tests.support.whole_history import steps_of
@@ -212,12 +211,9 @@ def test_a_new_segment_begins_in_the_middle_of_a_block_with_draws_of_its_own(tmp
     assert [event.count for event in history.charged()] == [4], "step 5's part had turns at 2, 5, 5 and 8"
 
 
-def test_what_needs_independent_noise_and_bands_exclude_each_other(tmp_path: Path) -> None:
+def test_exact_noise_and_bands_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="whole numbers"):
         training(tmp_path, **LONG, computation=Computation(noise="exact"))
-    floor = Optimizer(params=OptimizerParams(noise_floor=1e-6))
-    with pytest.raises(PlanError, match="noise_floor do not go together"):
-        training(tmp_path, **LONG, optimizer=floor)
 
 
 def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledger() -> None:
@@ -232,18 +228,6 @@ def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledge
     assert plan_of(phase, known=known).noise == known.noise
     longer = private_phase({"noise": {"kind": "banded", "bands": 4}})
     assert plan_of(longer, known=known).noise == best_banded(4, 20)
-
-
-def test_a_phase_until_its_budget_ends_with_a_whole_block() -> None:
-    banded = {"kind": "banded", "bands": 4}
-    phase = private_phase({"noise": banded, "noise_multiplier": 2.0}).model_copy(
-        update={"steps": None, "until_budget": True}
-    )
-    whole = with_steps(phase, 1000, "phases.0")
-    assert whole.steps is not None and whole.steps % 4 == 0
-    assert planned_epsilon(plan_of(whole)) <= 4.0
-    one_more = whole.model_copy(update={"steps": whole.steps + 1})
-    assert planned_epsilon(plan_of(one_more)) > 4.0
 
 
 @pytest.mark.parametrize(

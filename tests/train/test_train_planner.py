@@ -429,10 +429,7 @@ def test_a_dry_run_and_the_planner_warn(tmp_path: Path, capsys: pytest.CaptureFi
     assert ask(path) == 0 and warned in capsys.readouterr().out
 
 
-# What the planner and --dry-run say of TAN simulations, and what public records that are mixed in cost.
-
-
-SAID = "NOT PRIVATE at ε = 1: a TAN simulation, batch and noise divided by 2; ε above is that of what will run"
+# What public records that are mixed in cost.
 
 
 def changed(tmp_path: Path, privacy: dict[str, Any], **phase: Any) -> Path:
@@ -444,32 +441,11 @@ def changed(tmp_path: Path, privacy: dict[str, Any], **phase: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("sigma", [2.0, None])
-def test_a_simulation_is_called_not_private_at_the_epsilon_of_its_config(
-    sigma: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
-    path = changed(tmp_path, {"noise_multiplier": sigma, "tan": {"scale": 2.0}}, steps=10)
-    assert ask(path) == 0
-    said = capsys.readouterr().out
-    assert f"  note          {SAID}\n" in said and said.index("ε by step") < said.index(SAID), "ε is above the note"
-    assert "(mae, a simulation)" in said and "(mae, private)" not in said
-    assert ask(path, "--json") == 0
-    (phase,) = json.loads(capsys.readouterr().out)["phases"]
-    assert phase["note"] == SAID and phase["plan"]["stands_for"] == {"epsilon": 1.0, "scale": 2.0}
-    run = phase["plan"]
-    spent = epsilon([Event(run["sampling"]["threshold"] / 2**32, run["noise_multiplier"], 10)], run["delta"])
-    assert phase["batch"] == pytest.approx(2048, abs=0.1) and phase["epsilons"][-1] == [10, pytest.approx(spent)]
-    assert run["noise_multiplier"] == 1.0 if sigma else spent > 1.2, "what will run, not what the config reads as"
-    assert f"  note          {SAID}\n" in as_text(meaning(load(path, [])))
-
-
-def test_a_phase_that_keeps_its_promise_has_no_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_private_phase_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = changed(tmp_path, {"noise_multiplier": 4.0})
     assert ask(path) == 0
     said = capsys.readouterr().out
-    assert "(mae, private)" in said and "NOT PRIVATE" not in said and "note " not in said
-    assert ask(path, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["phases"][0]["note"] is None
+    assert "(mae, private)" in said and "NOT PRIVATE" not in said
     assert "NOT PRIVATE" not in as_text(meaning(load(path, [])))
 
 

@@ -25,7 +25,7 @@ from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.optim.base import policies
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from murmuration.train.recipe.ready_phase import plan_of_phase, planned_epsilon, resolve_shape, with_steps
@@ -316,7 +316,7 @@ def test_the_first_step_of_a_transferred_head_is_adams(name: str) -> None:
     for settings in (shipped, Optimizer.model_validate({"params": {"betas": shipped.params.betas}})):
         head = {"head.weight": torch.zeros(3, 5), "head.bias": torch.full((3,), -10.0)}
         named = [(key, torch.nn.Parameter(value)) for key, value in head.items()]
-        optimizer = make_optimizer(settings, named, 0.01)
+        optimizer = make_optimizer(settings, named)
         for number, (_, parameter) in enumerate(named):
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         optimizer.step()

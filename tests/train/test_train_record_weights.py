@@ -14,7 +14,7 @@ import torch
 from murmuration.data.batch.reader import WEIGHT
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
 from murmuration.model.build import build
-from murmuration.model.record_weight import RECORD_WEIGHT
+from murmuration.model.inputs import RECORD_WEIGHT
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.data import ShardData

@@ -29,7 +29,6 @@ def test_by_hand() -> None:
     assert rates(4, shape="constant", warmup=4, start=0.5) == [0.625, 0.75, 0.875, 1.0]
     assert rates(6, shape="inverse-sqrt", warmup=2) == pytest.approx([0.5, 1, *(math.sqrt(2 / t) for t in range(3, 7))])
     assert rates(3, shape="inverse-sqrt") == pytest.approx([1, math.sqrt(1 / 2), math.sqrt(1 / 3)])
-    assert rates(6, shape="linear", hold=2) == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3])
 
 
 def test_the_first_step_moves() -> None:
@@ -70,9 +69,7 @@ def test_mae_per_epoch_with_a_floor() -> None:
     """The synthetic stage's rule at whole epochs: warm-up of 40 of 400, then a half-cosine to min_lr."""
     steps_of_epoch, epochs, warm, peak, least = 5, 400, 40, 3e-3, 1e-5
     settings = dict(warmup=warm * steps_of_epoch, shape="cosine", floor=least, first_step=0)
-    found = rates(epochs * steps_of_epoch, peak=peak, hold=steps_of_epoch, **settings)
-    for s, rate in enumerate(found):
-        epoch = s // steps_of_epoch
+    for epoch, rate in enumerate(rates(epochs * steps_of_epoch, peak=peak, **settings)[::steps_of_epoch]):
         falling = least + (peak - least) * 0.5 * (1 + math.cos(math.pi * (epoch - warm) / (epochs - warm)))
         assert rate == pytest.approx(peak * epoch / warm if epoch < warm else falling, rel=1e-9)
 
@@ -99,27 +96,23 @@ def test_torchs_own_schedulers_agree() -> None:
 @given(
     shape=st.sampled_from(["constant", "linear", "cosine", "inverse-sqrt"]), warmup=st.integers(0, 30),
     steps=st.integers(1, 90), where=st.sampled_from(["warmup", "first-step"]), first=st.integers(0, 1),
-    floor=st.floats(0, 0.2), start=st.floats(0, 0.2), hold=st.integers(1, 9),
+    floor=st.floats(0, 0.2), start=st.floats(0, 0.2),
 )  # fmt: skip
 def test_any_schedule_rises_once_and_falls_once_between_its_bounds(
-    shape: Any, warmup: int, steps: int, where: Any, first: Any, floor: float, start: float, hold: int
+    shape: Any, warmup: int, steps: int, where: Any, first: Any, floor: float, start: float
 ) -> None:
     chosen = dict(shape=shape, warmup=warmup, shape_from=where, first_step=first, floor=floor, start=start)
-    found = rates(steps, peak=0.5, hold=hold, **chosen)
+    found = rates(steps, peak=0.5, **chosen)
     top = found.index(max(found))
     assert found[: top + 1] == sorted(found[: top + 1]) and found[top:] == sorted(found[top:], reverse=True)
     assert min(found) >= 0 and max(found) <= 0.5
-    for begin in range(0, steps, hold):
-        assert len(set(found[begin : begin + hold])) == 1
-    free = rates(steps, peak=0.5, **chosen)
-    assert found[::hold] == free[::hold]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"floor": 2.0}, "must not exceed the peak"), ({"start": 2.0}, "must not exceed the peak"),
-        ({"warmup": 10, "end": 10}, "inside the warm-up of 10 steps"), ({"hold": 0}, "greater than 0"),
+        ({"warmup": 10, "end": 10}, "inside the warm-up of 10 steps"),
         ({"first_step": 2}, "0 or 1"), ({"shape": "step"}, "inverse-sqrt"),
     ],
 )  # fmt: skip

@@ -24,7 +24,7 @@ from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch
 from murmuration.model.build import build
-from murmuration.model.drop import DROP_KEY
+from murmuration.model.inputs import DROP_KEY
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.audit.replay import digests_of_slots
 from murmuration.train.clip.losses import slot_losses

@@ -21,8 +21,7 @@ from murmuration.accounting.epsilon.audit_bound import AuditError
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, MicroBatch, slots
 from murmuration.data.draw.poisson import StepKey
-from murmuration.model.drop import DROP_KEY
-from murmuration.model.record_weight import RECORD_WEIGHT
+from murmuration.model.inputs import DROP_KEY, RECORD_WEIGHT
 from murmuration.train.clip.engine import ClipEngine, Clipped, Precision, clipped_totals
 from murmuration.train.clip.losses import of_slots
 from murmuration.train.clip.rule import ClipRule

@@ -211,6 +211,8 @@ class NormAccumulator:
         self._keeps_all = bool(ordinary)
         if not self._keeps_all and bool(doubtful.any()):
             self.doubtful = doubtful
+            # Measured again from gradients that are written out in fp64, and added from these very numbers as well
+            # (`write_sums`).
             rows = self.doubtful.nonzero().squeeze(1)
             squares[:, rows] = 0.0
             roundings[:, rows] = 0.0
@@ -226,6 +228,7 @@ class NormAccumulator:
         if not self._rounded:
             return norms
         self.measured = norms
+        # What rounding the weighted operands may add is counted as if it were there, so the factor falls by as much.
         return norms + roundings.sqrt()
 
     def write_sums(self, factors: Tensor, sums: GradientSums) -> None:
@@ -238,6 +241,8 @@ class NormAccumulator:
         if self.doubtful is not None and not self._defer:
             apart = (keep & self.doubtful).nonzero().squeeze(1)
             keep = keep & ~self.doubtful
+        # A factor of 0 leaves out any finite record. Where one is not finite, 0·inf would be NaN in every sum, so both
+        # operands are masked as well.
         touch = None if self._keeps_all else keep
         weights = [
             ClipWeights(own if touch is None else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors

@@ -198,6 +198,8 @@ class BookKeepingClip:
             return self._without_incomputable(model, inputs, present, sums, rule, failed)
         with torch.no_grad():
             losses = losses.detach()
+            # Norms first, then factors, then sums, all of the same operands: a gradient that was computed a second time
+            # may be rounded otherwise, and the norm of the first would not bound it.
             # A record without a finite loss, and a slot without a record, add exactly nothing. Comparing is false for
             # NaN, where arithmetic would spread it.
             eligible = present & (losses.abs() < math.inf)
@@ -245,10 +247,13 @@ class BookKeepingClip:
             _refuse_unseen(tracker, losses)
             self._checked = True
         tracker.counting = False
+        # Every loss has a seed of its own, and no mean is taken over records: what arrives at a layer is each record's
+        # own gradient, whoever else is in the micro-batch.
         seed = torch.full_like(losses, self._scale)
         # Not `torch.autograd.backward`, which would leave the mode: checkpointed layers run again and must be watched.
         try:
             with tracker:
+                # Only the anchor's gradient is asked for, so autograd forms none of the weights.
                 _engine_run_backward((losses,), (seed,), False, False, (tracker.anchor,), True, accumulate_grad=True)
             tracker.require_none_caught()
         except CheckpointError as error:

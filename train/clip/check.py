@@ -80,6 +80,7 @@ def check_gradients(
     reference = model if plain is None else plain
     if not all(p.numel() for p in reference.parameters() if p.requires_grad):
         return
+    compared = _Compared(clip, model, reference, shapes)
     rows = present.nonzero().flatten()[:records]
     chosen, few = list(range(len(rows))), (of_slots(inputs, rows, len(present)), present[rows])
     if clip.precision == "fp32" and isinstance(clip, BookKeepingClip) and clip.blocks is not None:
@@ -90,9 +91,9 @@ def check_gradients(
             meanwhile.enter_context(zeros_filled(model))
         for row in chosen:
             with _in_precision(clip, "fp32"):
-                found.append(_in_fp32(clip, model, reference, *few, row, shapes))
+                found.append(compared.in_fp32(*few, row))
         for row in rows.tolist() if clip.precision != "fp32" else []:
-            found.append(_in_half(clip, model, reference, inputs, present, row, shapes))
+            found.append(compared.in_half(inputs, present, row))
     # Only now: where calling the model is a collective operation, a rank that stopped earlier would hang the others.
     for apart in found:
         if apart.only_alone:
@@ -126,74 +127,64 @@ class _Added:
         return _Apart(_share(_distance(self.own, expected), size), _share(worst, size), tolerance)
 
 
-def _added(
-    clip: ClipEngine, model: nn.Module, inputs: Mapping[str, Tensor], only: Tensor,
-    shapes: Mapping[str, torch.Size] | None,
-) -> _Added:  # fmt: skip
-    # With one group and a bound that is never reached, the contribution is the gradient itself.
-    unclipped = replace(clip.rule, kind="flat", bound=1e30, grouping="all")
-    totals, seen = clipped_totals(clip, model, inputs, only, shapes, unclipped)
-    row = int(only.nonzero())
-    norm = float((seen.norms if seen.measured is None else seen.measured)[row])
-    own = {name: total.double() for name, total in totals.items()}
-    return _Added(own, norm, norm - float(seen.norms[row]))
+@dataclass(frozen=True)
+class _Compared:
+    """A clip engine and the live model, with the one that plain autograd runs: the same, or an unsharded copy."""
 
+    clip: ClipEngine
+    model: nn.Module
+    reference: nn.Module
+    shapes: Mapping[str, torch.Size] | None
 
-def _in_fp32(
-    clip: ClipEngine, model: nn.Module, reference: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, row: int,
-    shapes: Mapping[str, torch.Size] | None,
-) -> _Apart:  # fmt: skip
-    only = _row(present, row)
-    added = _added(clip, model, inputs, only, shapes)
-    single = of_slots(inputs, only, len(present)), only[row : row + 1]
-    expected = _gradient("fp32", reference, *single, alone=True)
-    apart = added.compared(expected, EXACT, same_size=True)
-    if apart.fits or not added.compared(expected, EXACT, same_size=False).norm <= EXACT:
-        return apart
-    apart = _amplified(clip, reference, inputs, only, single, expected, apart)
-    as_isolated = added.compared(_gradient("fp32", reference, *single), EXACT, same_size=True)
-    return replace(apart, only_alone=not apart.fits and as_isolated.fits)
+    def in_fp32(self, inputs: Mapping[str, Tensor], present: Tensor, row: int) -> _Apart:
+        only = _row(present, row)
+        added = self._added(inputs, only)
+        single = of_slots(inputs, only, len(present)), only[row : row + 1]
+        expected = _gradient("fp32", self.reference, *single, alone=True)
+        apart = added.compared(expected, EXACT, same_size=True)
+        if apart.fits or not added.compared(expected, EXACT, same_size=False).norm <= EXACT:
+            return apart
+        try:  # the difference may be of rounding alone
+            wide, exact = self.in_fp64(inputs, only, single)
+            amplified = min(MOST_AMPLIFIED, AMPLIFIED * _share(_distance(expected, exact), _size(exact)))
+            apart = wide if apart.gradient <= amplified else apart
+        except Exception as error:
+            # Whatever it is (a model that has no copy or insists on fp32, no memory), other ranks wait in the next
+            # record.
+            apart = replace(apart, why=f"; it could not be repeated in fp64: {first_line(error)}")
+        as_isolated = added.compared(_gradient("fp32", self.reference, *single), EXACT, same_size=True)
+        return replace(apart, only_alone=not apart.fits and as_isolated.fits)
 
+    def in_fp64(
+        self, inputs: Mapping[str, Tensor], only: Tensor, single: tuple[Mapping[str, Tensor], Tensor]
+    ) -> tuple[_Apart, dict[str, Tensor]]:  # fmt: skip
+        """Also the gradient itself. On one rank alone: the reference is whole."""
+        model, clip = deepcopy(self.reference).double(), copy(self.clip)
+        clip.prepare(model)
+        exact = _gradient("fp32", model, _double(single[0]), single[1], alone=True)
+        added = _Compared(clip, model, model, None)._added(_double(inputs), only)
+        return added.compared(exact, EXACT, same_size=True), exact
 
-def _amplified(
-    clip: ClipEngine, reference: nn.Module, inputs: Mapping[str, Tensor], only: Tensor,
-    single: tuple[Mapping[str, Tensor], Tensor], expected: Mapping[str, Tensor], apart: _Apart,
-) -> _Apart:  # fmt: skip
-    """In fp64, if the difference in fp32 may be of rounding alone; else as it was."""
-    try:
-        wide, exact = _in_fp64(clip, reference, inputs, only, single)
-    except Exception as error:
-        # Whatever it is (a model that has no copy or insists on fp32, no memory), other ranks wait in the next record.
-        return replace(apart, why=f"; it could not be repeated in fp64: {first_line(error)}")
-    amplified = min(MOST_AMPLIFIED, AMPLIFIED * _share(_distance(expected, exact), _size(exact)))
-    return wide if apart.gradient <= amplified else apart
+    def in_half(self, inputs: Mapping[str, Tensor], present: Tensor, row: int) -> _Apart:
+        only = _row(present, row)
+        expected = _gradient(self.clip.precision, self.reference, inputs, only)
+        single = of_slots(inputs, only, len(present)), only[row : row + 1]
+        unrounded = _gradient("fp32", self.reference, *single)
+        tolerance = max(ROUNDED, 1.5 * _share(_distance(expected, unrounded), _size(expected)))
+        return self._added(inputs, only).compared(expected, tolerance, same_size=False)
 
-
-def _in_fp64(
-    clip: ClipEngine, reference: nn.Module, inputs: Mapping[str, Tensor], only: Tensor,
-    single: tuple[Mapping[str, Tensor], Tensor],
-) -> tuple[_Apart, dict[str, Tensor]]:  # fmt: skip
-    """Also the gradient itself. On one rank alone: the reference is whole."""
-    model, clip = deepcopy(reference).double(), copy(clip)
-    clip.prepare(model)
-    exact = _gradient("fp32", model, _double(single[0]), single[1], alone=True)
-    return _added(clip, model, _double(inputs), only, None).compared(exact, EXACT, same_size=True), exact
+    def _added(self, inputs: Mapping[str, Tensor], only: Tensor) -> _Added:
+        # With one group and a bound that is never reached, the contribution is the gradient itself.
+        unclipped = replace(self.clip.rule, kind="flat", bound=1e30, grouping="all")
+        totals, seen = clipped_totals(self.clip, self.model, inputs, only, self.shapes, unclipped)
+        row = int(only.nonzero())
+        norm = float((seen.norms if seen.measured is None else seen.measured)[row])
+        own = {name: total.double() for name, total in totals.items()}
+        return _Added(own, norm, norm - float(seen.norms[row]))
 
 
 def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-
-
-def _in_half(
-    clip: ClipEngine, model: nn.Module, reference: nn.Module, inputs: Mapping[str, Tensor], present: Tensor, row: int,
-    shapes: Mapping[str, torch.Size] | None,
-) -> _Apart:  # fmt: skip
-    only = _row(present, row)
-    expected = _gradient(clip.precision, reference, inputs, only)
-    single = of_slots(inputs, only, len(present)), only[row : row + 1]
-    unrounded = _gradient("fp32", reference, *single)
-    tolerance = max(ROUNDED, 1.5 * _share(_distance(expected, unrounded), _size(expected)))
-    return _added(clip, model, inputs, only, shapes).compared(expected, tolerance, same_size=False)
 
 
 def _row(present: Tensor, row: int) -> Tensor:

@@ -88,6 +88,8 @@ class ClipRule:
 
     @property
     def sensitivity(self) -> float:
+        # C again, since `of` lowered the bound by as much: gradients are clipped to less than C, so that what they and
+        # their rounding add is at most C.
         return self.bound * (1 + self.allowance)
 
     def at(self, norm: float) -> ClipRule:

@@ -26,7 +26,7 @@ from murmuration.train.config.root import Config, Phase
 from murmuration.train.config.section import RecipeError
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.planner.drowned import drowned
-from murmuration.train.planner.memory import GIB, memory_of, simulation, weights_of
+from murmuration.train.planner.memory import GIB, memory_of, weights_of
 from murmuration.train.recipe.labels import check_at_hand, named_lists
 from murmuration.train.recipe.open_data import known_records
 from murmuration.train.recipe.ready_phase import (
@@ -55,10 +55,8 @@ class Promise:
 
     @property
     def notes(self) -> list[str]:
-        found = [note] if (note := simulation(self.plan)) is not None else []
-        if self.epsilon > self.plan.epsilon_budget:
-            found.append("the budget ends the phase before its last step")
-        return found
+        early = self.epsilon > self.plan.epsilon_budget
+        return ["the budget ends the phase before its last step"] if early else []
 
 
 @dataclass(frozen=True)
@@ -129,10 +127,10 @@ def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise 
     where = f"phases.{number}"
     if phase.privacy is None:
         if phase.epochs is not None:
-            phase = with_steps(phase, known_records(phase, where)[0], where, config.run.noise)
+            phase = with_steps(phase, known_records(phase, where)[0], where)
         return phase, None
     records, source = known_records(phase, where)
-    phase = with_steps(phase, records, where, config.run.noise)
+    phase = with_steps(phase, records, where)
     assert phase.privacy is not None
     plan = plan_of_phase(phase, phase.privacy, records, where, noise=config.run.noise)
     clip_rule(phase.privacy, plan, config.micro_batch)

@@ -180,7 +180,7 @@ def _heads_in_one_pass(phases: Any) -> None:
         settings = {"schedule": ONE_STEP, "optimizer": PLAIN_DESCENT}
         for name, value in settings.items():
             phase.setdefault(name, value.model_dump(mode="json", exclude_unset=True))
-        if not any(name in phase for name in ("steps", "epochs", "until_budget")):
+        if "steps" not in phase and "epochs" not in phase:
             phase["steps"] = 1
         phase.setdefault("features", {})
         if isinstance(phase.get("privacy"), dict):

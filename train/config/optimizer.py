@@ -12,12 +12,12 @@ from murmuration.train.config.section import Section
 Carry = Literal["none", "second-moment", "all"]
 OptimizerType = Literal["AdamW", "LAMB", "LARS", "SGD"]
 FOR_ALL = {"weight_decay", "ema_decay", "gradient_norm", "rules"}
-ADAPTIVE = {"betas", "eps", "noise_floor"}
+ADAPTIVE = {"betas", "eps"}
 TAKES: dict[OptimizerType, set[str]] = {
     "AdamW": FOR_ALL | ADAPTIVE,
     "LAMB": FOR_ALL | ADAPTIVE,
     "SGD": FOR_ALL | {"momentum"},
-    "LARS": FOR_ALL | {"momentum", "eps", "trust_coefficient"},
+    "LARS": FOR_ALL | {"momentum", "eps"},
 }
 
 
@@ -25,11 +25,6 @@ class ParameterRule(Section):
     """Exceptions for some parameters. All rules that match apply; factors multiply."""
 
     parameters: str = Field(default="*", description="Parameter names: `encoder.*`, `*.bias`, `*norm*`.")
-    at_most_dimensions: int | None = Field(
-        default=None,
-        ge=0,
-        description="Only such tensors; 1: biases and norms.",
-    )
     learning_rate: float = Field(default=1.0, gt=0, description="Factor on the rate.")
     weight_decay: bool = Field(default=True, description="false: no decay.")
     trust_ratio: bool = Field(default=True, description="false: ratio 1 in LAMB and LARS.")
@@ -45,13 +40,7 @@ class OptimizerParams(Section):
         ge=0,
         description="Decoupled in AdamW, in LAMB's direction, in SGD's and LARS's gradient.",
     )
-    noise_floor: float | None = Field(
-        default=None,
-        gt=0,
-        description="DP-AdamBC: subtracts the noise's variance from the second moment, clamped to this.",
-    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD, LARS.")
-    trust_coefficient: float = Field(default=0.001, gt=0, description="LARS: its eta.")
     ema_decay: float | None = Field(default=None, gt=0, lt=1, description="Also saves a moving average of the weights.")
     gradient_norm: float | None = Field(
         default=None,
@@ -80,12 +69,6 @@ class Optimizer(Section):
     def _of_this_type(self) -> Optimizer:
         if self.carry == "second-moment" and "betas" not in TAKES[self.type]:
             raise ValueError(f"{self.type} has no second moment to carry over; carry 'all' or 'none'")
-        if self.params.gradient_norm is not None and self.params.noise_floor is not None:
-            raise ValueError("noise_floor subtracts the noise as it was drawn, and gradient_norm scales it; drop one")
-        if self.carry != "none" and self.params.noise_floor is not None:
-            raise ValueError(
-                "noise_floor subtracts the noise of every step, which carried moments do not contain; drop one"
-            )
         foreign = sorted(self.params.model_fields_set - TAKES[self.type])
         if foreign:
             raise ValueError(f"{self.type} has no {', '.join(foreign)}; it takes {', '.join(sorted(TAKES[self.type]))}")
@@ -116,7 +99,6 @@ class Schedule(Section):
         default=1,
         description="Number of the first step; 0 gives it the rate `start` (DP-Cap).",
     )
-    hold: int = Field(default=1, gt=0, description="Steps for which a rate is kept.")
 
     @model_validator(mode="after")
     def _goes_up_and_down(self) -> Schedule:

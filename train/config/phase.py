@@ -178,21 +178,6 @@ class SolvedHead(Section):
         gt=0,
         description="Added to the eigenvalues of the mean of z·zᵀ; null: a quarter of the largest by noise alone.",
     )
-    feature_norm: float | None = Field(
-        default=None,
-        gt=0,
-        description="Public divisor of features, then cut to length 1, with biases; null: all scaled to length 1.",
-    )
-    balanced: bool = Field(
-        default=False,
-        description="Linear discriminant analysis with equal priors instead; needs feature_norm.",
-    )
-
-    @model_validator(mode="after")
-    def _knows_the_shares(self) -> SolvedHead:
-        if self.balanced and self.feature_norm is None:
-            raise ValueError("head.balanced needs head.feature_norm, with which the sums count the classes")
-        return self
 
 
 STATISTICS = "statistics"
@@ -237,11 +222,10 @@ class Phase(Section):
         default=Schedule(peak=1.0, shape="constant"),
         description="Learning rates; required to train.",
     )
-    steps: int = Field(default=0, ge=0, le=MOST_STEPS, description="Length: give steps, epochs or until_budget.")
+    steps: int = Field(default=0, ge=0, le=MOST_STEPS, description="Length: give steps or epochs.")
     epochs: float | None = Field(
         default=None, gt=0, le=1e6, description="Length: epochs · n / batch steps, rounded up."
     )
-    until_budget: bool = Field(default=False, description="As many steps as epsilon allows at this noise_multiplier.")
     plateau: Plateau | None = Field(default=None, description="Ends the phase early; needs `evaluation`.")
     evaluation: Evaluation | None = Field(default=None, description="Public records to measure at checkpoints.")
     monitor: Monitor | None = Field(default=None, description="Measures what a step gains.")
@@ -277,8 +261,6 @@ class Phase(Section):
             "features": self.features is not None,
             "mixing": self.mixing is not None,
             "monitor": self.monitor is not None,
-            "until_budget": self.until_budget,
-            "noise_floor": self.optimizer.params.noise_floor is not None,
             "units": isinstance(self.data, ShardData) and self.data.by is not None,
         }
         return frozenset(name for name, given in chosen.items() if given) | (privacy.mechanisms if privacy else set())
@@ -313,10 +295,8 @@ class Phase(Section):
             raise ValueError(f"phase {self.name!r}: {error}") from None
 
     def _of_steps_and_batch(self) -> str | None:
-        ends = [name for name in ("steps", "epochs", "until_budget") if getattr(self, name)]
-        if len(ends) != 1:
-            had = f"has {' and '.join(ends)}" if ends else "has no end"
-            return f"{had}; give one of steps, epochs and until_budget"
+        if bool(self.steps) == bool(self.epochs):
+            return f"has {'steps and epochs' if self.steps else 'no end'}; give steps or epochs"
         if "schedule" not in self.model_fields_set:
             return "needs `schedule`, its learning rates"
         if self.privacy is None and self.batch is None and self.trainable != STATISTICS:
@@ -328,10 +308,6 @@ class Phase(Section):
     def _of_numbered_records(self) -> str | None:
         if self.privacy is not None and self.data.public:
             return "has `privacy`, but its data are declared public; drop one of them"
-        if self.until_budget and (self.privacy is None or self.privacy.noise_multiplier is None):
-            return (
-                "trains until_budget and needs privacy.noise_multiplier: epsilon alone does not fix a number of steps"
-            )
         if self.privacy is not None and self.privacy.loss_probes is not None and self.schedule.shape != "constant":
             return (
                 "has privacy.loss_probes, which find the learning rate while training, and a schedule that lowers it; "
@@ -390,7 +366,7 @@ class Phase(Section):
 
     def _of_standing_still(self) -> str | None:
         forbidden = {
-            "steps", "epochs", "until_budget", "batch", "privacy", "mixing", "plateau", "features", "optimizer",
+            "steps", "epochs", "batch", "privacy", "mixing", "plateau", "features", "optimizer",
             "schedule", "trainable", "monitor", "head",
         }  # fmt: skip
         odd = sorted(name for name in self.model_fields_set & forbidden if getattr(self, name))

@@ -119,12 +119,6 @@ class BandedNoise(Section):
     )
 
 
-class Tan(Section):
-    """Tune at low cost: batch and noise are divided by the same number. The ε reported is this run's own and larger."""
-
-    scale: float = Field(gt=1, description="Divides batch and noise.")
-
-
 MOST_VIEWS = 1024
 ALL = "all"
 
@@ -164,7 +158,6 @@ class Privacy(Section):
         le=MOST_VIEWS,
         description="Augmented views per record, whose mean gradient is clipped; multiplies a micro-batch's rows.",
     )
-    tan: Tan | None = Field(default=None, description="Cheap simulation; NOT PRIVATE at `epsilon`.")
     release: list[ReleasedMetric] = Field(default=[], description="Private metrics, published with noise.")
     loss_probes: LossProbes | None = Field(
         default=None,
@@ -189,7 +182,6 @@ class Privacy(Section):
         """As `accounting.plan.MECHANISMS` names them."""
         chosen = {
             "banded": self.noise is not None,
-            "tan": self.tan is not None,
             "adaptive": self.clip.adaptive is not None,
             "automatic": self.clip.kind == "automatic",
             "groups": self.clip.groups != "all",
@@ -213,7 +205,7 @@ class Privacy(Section):
             exact=exact,
             metrics=tuple(metric.planned() for metric in self.release),
             loss_probes=None if probes is None else (probes.bound, probes.noise_multiplier),
-            views=self.views, tan=None if self.tan is None else self.tan.scale,
+            views=self.views,
         )  # fmt: skip
 
     @model_validator(mode="after")

@@ -264,8 +264,7 @@ class Config(Section):
             raise ValueError('model.class_weights are of classes, and no phase has objective "classify"; leave it out')
         if solved := [phase.name for phase in self.phases if phase.trainable == STATISTICS]:
             raise ValueError(
-                f"phase {solved[0]!r} solves its head from sums, which model.class_weights does not weigh; leave it "
-                "out, and set head.balanced"
+                f"phase {solved[0]!r} solves its head from sums, which model.class_weights does not weigh; leave it out"
             )
         return self
 
@@ -390,9 +389,9 @@ class Config(Section):
     def _kernel_fits(self) -> Config:
         offload = self.zero_optimization.offload_optimizer
         for phase in self.phases if offload is not None and offload.adam == "deepspeed" else ():
-            if phase.optimizer.type != "AdamW" or phase.optimizer.params.noise_floor is not None:
+            if phase.optimizer.type != "AdamW":
                 raise ValueError(
-                    "zero_optimization.offload_optimizer.adam = 'deepspeed' is plain AdamW, which phase "
+                    "zero_optimization.offload_optimizer.adam = 'deepspeed' is AdamW, which phase "
                     f"{phase.name!r} does not use; set it to 'torch'"
                 )
         return self

@@ -53,8 +53,8 @@ from murmuration.train.engines.forward import PlainForward, PrivateForward, requ
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import Update, UpdateError
-from murmuration.train.optim.adam import AdamW, Kernel
 from murmuration.train.optim.base import FlatOptimizer
+from murmuration.train.optim.optimizers import AdamW, Kernel
 
 # Whether other machines that share the cache are still compiling cannot be seen from here; it takes about a minute.
 MOST_COMPILING = 300.0

@@ -28,7 +28,7 @@ from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.make_plan import steps_of
-from murmuration.accounting.plan import PrivacyPlan, require_together
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.function_reader import FunctionReader
 from murmuration.data.draw.micro_batch import EMPTY
 from murmuration.train.clip.bookkeeping import BookKeepingClip
@@ -112,8 +112,6 @@ class PrivateTraining:
         self.model = self._started.model
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
         self._model = self.model if loss is None else Losses(self.model, loss)
-        if isinstance(optimizer, Optimizer) and optimizer.params.noise_floor is not None:
-            require_together(privacy.mechanisms | {"noise_floor"})
         batch = float(read.n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
         steps = settings.steps or steps_of(settings.epochs or 1, read.n, batch, privacy.sampling)
         self._rates = rates = rates_of(schedule, optimizer, steps)

@@ -28,11 +28,13 @@ class AdaptiveNorm:
         return fixed.at(self.norm)
 
     def noise(self, fixed: Noise) -> Noise:
+        # σ is the plan's for every step, and C this step's: the noise is in proportion to what a record can move.
         return fixed.at(self._sigma * self.norm)
 
     def advance(self, share: float) -> dict[str, float]:
         """Called after a step, with its share as the ledger states it; returns what may be published of both."""
         told = {RELEASED: share, "clip_norm": self.norm}
+        # From the noised share alone: by the true one, the next step's C would tell of this step's records.
         self.norm = self._rule.following(self.norm, share)
         return told
 

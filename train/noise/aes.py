@@ -120,6 +120,7 @@ class AESNoise:
         out = np.empty(length, dtype)
         if length == 0:
             return out
+        # Drawn in fp64 whatever is asked for, so that fp32 noise is the rounded fp64 noise and not another draw.
         # Normals come in pairs, each from one block of the cipher, whose counter is the place in the parameter. So an
         # element has the same number whichever rank holds it, and however shards are cut.
         first, last = start // 2, (start + length - 1) // 2 + 1

@@ -50,7 +50,7 @@ class NoiseAhead:
         """Uses the threads of this object, which discards what it has drawn."""
         if std == self.std:
             return self
-        self.cancel()
+        self.cancel()  # what waits was drawn for another C
         return NoiseAhead(self._mechanism.at(std), self._fragments, most_bytes=self._most_bytes, pool=self._pool)
 
     @property

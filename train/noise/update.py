@@ -50,6 +50,7 @@ class NoisyUpdate:
 
     @torch.no_grad()
     def finish(self, flat: Tensor, fragments: Sequence[Fragment]) -> None:
+        # A sum in half precision would have been rounded by more than the clipping rule allows for.
         if flat.dtype not in (torch.float32, torch.float64):
             raise UpdateError(f"the reduced sum must be fp32 or fp64 when the noise is added, but is {flat.dtype}")
         for fragment in fragments:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from murmuration.train.config.optimizer import OptimizerParams, ParameterRule
 from murmuration.train.distributed.shards import Fragment, whole_parameters
 
-# Turns the config's rules into a policy for each parameter, by its name and shape, before sharding hides both.
+# Turns the config's rules into a policy for each parameter, by its name, before sharding hides it.
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Paramet
     """A rule that matches no parameter is refused: it must be a typing error."""
     named = list(parameters)
     for number, rule in enumerate(params.rules):
-        if not any(_fits(rule, name, parameter) for name, parameter in named):
+        if not any(fnmatchcase(name, rule.parameters) for name, _ in named):
             raise ValueError(
                 f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; names look like "
                 f"{named[0][0]!r}"
             )
     return {
-        name: _policy(params, [rule for rule in params.rules if _fits(rule, name, parameter)])
-        for name, parameter in named
+        name: _policy(params, [rule for rule in params.rules if fnmatchcase(name, rule.parameters)])
+        for name, _ in named
     }
 
 
@@ -52,12 +52,6 @@ def _policy(params: OptimizerParams, rules: list[ParameterRule]) -> Policy:
         factor *= rule.learning_rate
     decays, adapts = all(rule.weight_decay for rule in rules), all(rule.trust_ratio for rule in rules)
     return Policy(factor, params.weight_decay if decays else 0.0, adapts)
-
-
-def _fits(rule: ParameterRule, name: str, parameter: nn.Parameter) -> bool:
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 may have emptied the parameter itself
-    few = rule.at_most_dimensions is None or len(shape) <= rule.at_most_dimensions
-    return few and fnmatchcase(name, rule.parameters)
 
 
 Layout = Mapping[int, tuple[Tensor, Sequence[Fragment]]]

@@ -30,7 +30,7 @@ MakeScheduler = type[LRScheduler] | partial[Any]
 
 def learning_rate(schedule: Schedule, steps: int, step: int) -> float:
     """The learning rate of the given step, counted from 1, in a phase of `steps` steps."""
-    passed = (step - 1) // schedule.hold * schedule.hold
+    passed = step - 1
     warm = min(1.0, (passed + schedule.first_step) / schedule.warmup) if schedule.warmup else 1.0
     rising = schedule.start + (schedule.peak - schedule.start) * warm
     return min(rising, _falling(schedule, steps, passed))

@@ -34,7 +34,7 @@ def noise_over_signal(plan: PrivacyPlan, weights: int) -> float:
 def drowned(plan: PrivacyPlan, weights: int, calibrated: bool) -> str | None:
     """One sentence for a useless plan, with the nearest useful ones; `calibrated`: σ follows from ε."""
     ratio = noise_over_signal(plan, weights)
-    if ratio < DROWNED or plan.stands_for is not None:
+    if ratio < DROWNED:
         return None
     found = [_other_noise(plan, weights), _larger_batch(plan, weights) if calibrated else None]
     named = ", or ".join(text for text in found if text is not None)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.exchange import RUNS, SHORTEST_RUN, WEIGHED_AT_ONCE
@@ -195,11 +194,3 @@ def _update(stage: int, weights: WeightCounts, ranks: int, offload: bool) -> flo
         under_way = _under_way(weights.trainable, 8) if ranks > 1 else 0.0
         handed = max(whole + shard, (whole if stage == 1 else shard) + under_way)
     return handed if offload else max(handed, 5 * shard)
-
-
-# What `--dry-run` and the planner say about a plan that promises less than its config seems to.
-
-
-def simulation(plan: PrivacyPlan) -> str | None:
-    """For a TAN simulation: a note that the config's ε is not promised, and which ε is shown."""
-    return None if plan.stands_for is None else f"{plan.stands_for}; ε above is that of what will run"

@@ -10,7 +10,7 @@ from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.forecast import PhaseForecast
-from murmuration.train.planner.memory import GIB, simulation
+from murmuration.train.planner.memory import GIB
 
 
 def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:
@@ -28,7 +28,6 @@ def as_json(phases: list[PhaseForecast], cluster: Cluster) -> str:
             "gpu_hours": phase.gpu_hours(cluster),
             "reads_per_second": phase.reads_per_second,
             "checkpoint_bytes": phase.checkpoint_bytes,
-            "note": _note(phase),
         }
         value |= {"warning": _warning(phase)}
         found.append(value)
@@ -54,8 +53,7 @@ def as_text(phases: list[PhaseForecast], cluster: Cluster) -> str:
 
 
 def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
-    note = _note(phase)
-    kind = "non-private" if phase.plan is None else "a simulation" if note else "private"
+    kind = "non-private" if phase.plan is None else "private"
     cost, own = phase.cost, phase.weights
     flops = cost.private_flops if phase.plan else cost.step_flops
     lines = [
@@ -91,15 +89,9 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
         lines.append(f"  σ             {phase.plan.noise_multiplier:g}, δ {phase.plan.delta:.3g}")
         shown = ", ".join(f"{step:,}: {round_up(value):g}" for step, value in phase.epsilons)
         lines.append(f"  ε by step     {shown} (budget {phase.plan.epsilon_budget:g})")
-    if note is not None:
-        lines.append(f"  note          {note}")
     if (warning := _warning(phase)) is not None:
         lines.append(f"  warning       {warning}")
     return lines + [f"  to change     {text}" for text in phase.advice]
-
-
-def _note(phase: PhaseForecast) -> str | None:
-    return simulation(phase.plan) if phase.plan else None
 
 
 def _warning(phase: PhaseForecast) -> str | None:

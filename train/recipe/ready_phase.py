@@ -16,7 +16,6 @@ from torch import nn
 
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.epsilon.calibrate import calibrate_steps
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.make_plan import PlanRequest, make_plan, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
@@ -211,7 +210,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
         if isinstance(phase.data, CheckpointData):
             start = open_start(phase.data, f"phases.{number}.data")
             starts[f"phases.{number}.data.path"] = start.path
-        phases.append(_open(number, phase, shape, start, classes, config.run.noise))
+        phases.append(_open(number, phase, shape, start, classes))
     # No proof says what the promises of private phases that protect different units come to together.
     private = [phase for phase in phases if phase.private]
     for phase in private[1:]:
@@ -344,7 +343,7 @@ def select_trained(model: nn.Module, phase: Phase) -> list[str]:
 
 
 def _open(
-    number: int, phase: Phase, shape: Shape, start: WarmStart | None, classes: ClassList | None, noise: NoiseKind
+    number: int, phase: Phase, shape: Shape, start: WarmStart | None, classes: ClassList | None
 ) -> ReadyPhase:  # fmt: skip
     where = f"phases.{number}"
     index = open_data(phase, shape, where, classes)
@@ -365,7 +364,7 @@ def _open(
     if phase.privacy is None and phase.batch is not None and phase.batch > n:
         what = "records" if units is None else "units"
         raise RecipeError(f"{where}.batch = {phase.batch} exceeds the {n} {what} of its data")
-    phase = with_steps(phase, n, where, noise)
+    phase = with_steps(phase, n, where)
     return ReadyPhase(
         number, phase, shape, index, text, held_out, monitored, mixed, start, classes, _left_out(phase, where), units
     )
@@ -379,7 +378,7 @@ def _left_out(phase: Phase, where: str) -> dict[str, str]:
     return {name: found.excluded.digest for name, found in filters.items() if found is not None}
 
 
-def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes") -> Phase:
+def with_steps(phase: Phase, records: int, where: str) -> Phase:
     """The phase with its batch, steps and warm-up as numbers, however the config gives them."""
     if phase.privacy is not None and math.isinf(phase.privacy.expected_batch):
         every = phase.privacy.model_copy(update={"expected_batch": float(records)})
@@ -398,13 +397,6 @@ def with_steps(phase: Phase, records: int, where: str, noise: NoiseKind = "aes")
             schedule = schedule.model_copy(update={"warmup": warmup, "warmup_epochs": None})
     except PlanError as error:
         raise RecipeError(f"{where}.{asked}: {error}") from None
-    if phase.epochs is None and phase.until_budget and phase.privacy is not None:
-        try:
-            request = plan_request(phase, phase.privacy, records, noise)
-            one_turn = make_plan(replace(request, steps=request.bands))
-            steps = request.bands * calibrate_steps(one_turn.event(), one_turn.epsilon_budget, one_turn.delta)
-        except (PlanError, AdaptiveError, AccountingError) as error:
-            raise RecipeError(f"{where}.until_budget: {error}") from None
     return phase.model_copy(update={"steps": steps, "schedule": schedule})
 
 

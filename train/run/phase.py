@@ -38,7 +38,7 @@ from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
-from murmuration.train.optim.choose import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.rates import learning_rate
 from murmuration.train.private_phase import PrivatePhase
@@ -98,6 +98,7 @@ def train_privately(
                 rate=probed_rate(phase, plan, own),
             )
         )  # fmt: skip
+        # On the engine as it will train, and before the optimizer has a state that the test could disturb.
         proved = _prove(run, phase, private, reader)
         if settings.features is None:
             require_same_records(run, phase, segment, done, private.core.sampler())
@@ -131,7 +132,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
             PlainForward(
                 model, config.run.precision, config.run.compile == "blocks", config.run.gradient_checkpointing
             ),
-            make_optimizer(settings.optimizer, model.named_parameters(), 0.0),
+            make_optimizer(settings.optimizer, model.named_parameters()),
             ranks,
         )  # fmt: skip
         at_end.callback(engine.close)
@@ -254,7 +255,7 @@ def settle(model: nn.Module, settings: SolvedHead | None, noise: float = 0.0) ->
     head = getattr(model, "head", None)
     if isinstance(head, StatisticsHead):
         given = settings or SolvedHead()
-        head.settle(noise, given.ridge, given.feature_norm, given.balanced)
+        head.settle(noise, given.ridge)
 
 
 def _restore(loaded: Loaded | None, resumed: bool, engine: Engine, carry: Carry) -> None:

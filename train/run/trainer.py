@@ -78,6 +78,7 @@ class Trainer:
             try:
                 observed = self.make(step, rate)
             except (Stopped, BudgetSpent) as reason:
+                # The open step was dropped, and nothing of it may be saved: the weights are those of the one before.
                 self.save(step - 1, measure=isinstance(reason, BudgetSpent))
                 raise
             self._tell(step, observed)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from murmuration.accounting.errors import RunError
 from murmuration.data.draw.micro_batch import ROW_SHARE, MicroBatch
-from murmuration.model.drop import DROP_KEY
-from murmuration.model.record_weight import RECORD_WEIGHT
+from murmuration.model.inputs import DROP_KEY, RECORD_WEIGHT
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.base import Engine, OptimizerShard

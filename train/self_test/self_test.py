@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.check import check_gradients
-from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.distributed.ranks import Ranks, by_copy
 from murmuration.train.engines.base import Engine, digests_of, evaluating
@@ -71,301 +71,317 @@ def self_test(
     """`noise` has the planned standard deviation and divisor, but the self-test's key. `ranks_per_copy`: neighbours
     that hold a copy of the state together; 0: all."""
     batch = records.batch(micro_batch, seed=ranks.rank).to(engine.device)
-    absent = MicroBatch(batch.inputs, torch.zeros_like(batch.present))
-    if engine.optimizer_step():
-        raise SelfTestError("the self-test must run before the optimizer's state is restored; it would be lost")
-    weights = [shard.weights.detach().clone() for shard in engine.shards()]
-    before = fingerprint(engine)
-    try:
-        fill_zeros(engine, absent, ranks)
-        largest = _records_are_bounded(engine, clip, batch, records, ranks)
-        sigma = _noise_is_as_planned(engine, clip, noise, absent, ranks_per_copy, ranks)
-        seconds = _sums_are_exact(engine, clip, batch, ranks_per_copy, ranks)
-        doubtful = engine.observe().doubtful
-        slow = 0 if doubtful is None else int(doubtful.sum())
-        put_back(engine, weights)
-
-        engine.accumulate(absent)
-        left = Capture(PlainUpdate(batch=1))
-        engine.update(left, learning_rate=0.0)
-        _agree(ranks, lambda: _nothing_left(left))
-
-        _weights_move(engine, absent, weights, ranks)
-    except (UpdateError, ClipError) as error:
-        raise SelfTestError(str(error)) from error
-    _agree(ranks, lambda: _forget_moments(engine))
-    _agree(ranks, lambda: _unchanged(engine, before))
-    all_records = micro_batch * ranks.world
-    return SelfTestReport(sigma, largest, 2 * all_records / seconds, ranks.sum(slow) / all_records)
+    return _Test(engine, clip, noise, ranks_per_copy, records, batch, ranks).run()
 
 
-def _records_are_bounded(
-    engine: Engine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords, ranks: Ranks
-) -> float:
-    """Checks that no record moves the sum by more than C, nor anything of another record; returns how far the worst one
-    moves it."""
-    _agree(ranks, lambda: _clipping_binds(engine, clip, batch))
-    # After a first pass, and while weights stay as they are: what a module derives from these it may keep.
-    kept = attributes_of(engine.model)
-    largest = max(ranks.gather(_agree(ranks, lambda: _hostile(engine, clip, batch, records))))
-    _agree(ranks, lambda: _keeps_nothing(engine, kept))
-    plain = engine.plain_model()
-    _agree(ranks, lambda: _gradients_are_true(engine, clip, batch, plain))
-    return largest
+@dataclass(frozen=True)
+class _Test:
+    """What is tested, and with what."""
 
+    engine: Engine
+    clip: ClipEngine
+    noise: Noise
+    ranks_per_copy: int
+    records: SyntheticRecords
+    batch: MicroBatch
+    ranks: Ranks
 
-def _noise_is_as_planned(
-    engine: Engine, clip: ClipEngine, noise: Noise, absent: MicroBatch, ranks_per_copy: int, ranks: Ranks
-) -> float:
-    """Checks that noise is on every element once, independent, and of the planned sigma; returns the measured one."""
-    drawn = [_empty_step(engine, noise, step, absent) for step in range(1, _steps(engine) + 1)]
-    _every_element_once(engine, drawn[0], ranks_per_copy, ranks)
-    sigma = _measured_sigma(drawn, noise, clip, ranks)
-    _streams_differ(drawn, ranks_per_copy, ranks)
-    return sigma
+    @property
+    def absent(self) -> MicroBatch:
+        """The micro-batch with a record in no slot."""
+        return MicroBatch(self.batch.inputs, torch.zeros_like(self.batch.present))
 
+    def _totals(
+        self, inputs: Mapping[str, Tensor], present: Tensor, rule: ClipRule | None = None
+    ) -> tuple[dict[str, Tensor], Clipped]:  # fmt: skip
+        return clipped_totals(self.clip, self.engine.model, inputs, present, self.engine.shapes, rule)
 
-def _sums_are_exact(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks_per_copy: int, ranks: Ranks) -> float:
-    """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
-    # Before the update: Rprop moves weights by steps of its own, whatever the learning rate.
-    expected = _sum_of_clipped(engine, clip, batch, ranks)
-    with evaluating(engine.model):  # a path may be dropped for all records; here each weight gets its gradient
-        engine.accumulate(batch)
-    started = _when_idle(engine)
-    engine.accumulate(batch)
-    engine.accumulate(batch)
-    seconds = max(ranks.gather(_when_idle(engine) - started))
-    gradients = Capture(PlainUpdate(batch=1))
-    engine.update(gradients, learning_rate=0.0)
-    moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
-    reached = set().union(*ranks.gather(moved))
-    declared = set(engine.shapes)
-    if reached != declared:
-        odd = ", ".join(sorted(declared ^ reached)[:3])
-        raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
-    _sum_is_the_sum(gradients, expected, ranks_per_copy, ranks)
-    return seconds
+    def run(self) -> SelfTestReport:
+        if self.engine.optimizer_step():
+            raise SelfTestError("the self-test must run before the optimizer's state is restored; it would be lost")
+        weights = [shard.weights.detach().clone() for shard in self.engine.shards()]
+        before = fingerprint(self.engine)
+        try:
+            fill_zeros(self.engine, self.absent, self.ranks)
+            largest = self._records_are_bounded()
+            sigma = self._noise_is_as_planned()
+            seconds = self._sums_are_exact()
+            doubtful = self.engine.observe().doubtful
+            slow = 0 if doubtful is None else int(doubtful.sum())
+            put_back(self.engine, weights)
 
+            self.engine.accumulate(self.absent)
+            left = Capture(PlainUpdate(batch=1))
+            self.engine.update(left, learning_rate=0.0)
+            self._agree(lambda: _nothing_left(left))
 
-def _when_idle(engine: Engine) -> float:
-    """The time at which the device has done what it was given."""
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-    return time.monotonic()
+            self._weights_move(weights)
+        except (UpdateError, ClipError) as error:
+            raise SelfTestError(str(error)) from error
+        self._agree(self._forget_moments)
+        self._agree(lambda: self._unchanged(before))
+        all_records = len(self.batch.present) * self.ranks.world
+        return SelfTestReport(sigma, largest, 2 * all_records / seconds, self.ranks.sum(slow) / all_records)
 
+    def _records_are_bounded(self) -> float:
+        """Checks that no record moves the sum by more than C, nor anything of another record; returns how far the worst
+        one moves it."""
+        self._agree(self._clipping_binds)
+        # After a first pass, and while weights stay as they are: what a module derives from these it may keep.
+        kept = attributes_of(self.engine.model)
+        largest = max(self.ranks.gather(self._agree(self._hostile)))
+        self._agree(lambda: self._keeps_nothing(kept))
+        plain = self.engine.plain_model()
+        self._agree(lambda: self._gradients_are_true(plain))
+        return largest
 
-def _agree(ranks: Ranks, check: Callable[[], T]) -> T:
-    """Runs a check of each rank's own state; an objection of one stops all, so that none waits in a collective."""
-    found, objection = None, None
-    try:
-        found = check()
-    except SelfTestError as error:
-        objection = str(error)
-    _stop_all(ranks, objection)
-    return found  # pyright: ignore[reportReturnType]
+    def _noise_is_as_planned(self) -> float:
+        """Checks that noise is on every element once, independent, and of the planned sigma, which is returned as
+        measured."""
+        drawn = [self._empty_step(step) for step in range(1, self._steps() + 1)]
+        self._every_element_once(drawn[0])
+        sigma = self._measured_sigma(drawn)
+        self._streams_differ(drawn)
+        return sigma
 
+    def _sums_are_exact(self) -> float:
+        """Checks what three micro-batches bring to the optimizer; returns the seconds of two on the slowest rank."""
+        # Before the update: Rprop moves weights by steps of its own, whatever the learning rate.
+        expected = self._sum_of_clipped()
+        with evaluating(self.engine.model):  # a path may be dropped for all records; here each weight gets its gradient
+            self.engine.accumulate(self.batch)
+        started = self._when_idle()
+        self.engine.accumulate(self.batch)
+        self.engine.accumulate(self.batch)
+        seconds = max(self.ranks.gather(self._when_idle() - started))
+        gradients = Capture(PlainUpdate(batch=1))
+        self.engine.update(gradients, learning_rate=0.0)
+        moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
+        reached = set().union(*self.ranks.gather(moved))
+        declared = set(self.engine.shapes)
+        if reached != declared:
+            odd = ", ".join(sorted(declared ^ reached)[:3])
+            raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
+        self._sum_is_the_sum(gradients, expected)
+        return seconds
 
-def _stop_all(ranks: Ranks, objection: str | None) -> None:
-    for other in ranks.gather(objection):
-        if other is not None:
-            raise SelfTestError(other)
+    def _when_idle(self) -> float:
+        """The time at which the device has done what it was given."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+        return time.monotonic()
 
+    def _agree(self, check: Callable[[], T]) -> T:
+        """Runs a check of each rank's own state; an objection of one stops all, so that none waits in a collective."""
+        found, objection = None, None
+        try:
+            found = check()
+        except SelfTestError as error:
+            objection = str(error)
+        self._stop_all(objection)
+        return found  # pyright: ignore[reportReturnType]
 
-def _keeps_nothing(engine: Engine, kept: dict[str, str]) -> None:
-    now = attributes_of(engine.model)
-    for name in sorted(now.keys() | kept.keys()):
-        if now.get(name) != kept.get(name):
+    def _stop_all(self, objection: str | None) -> None:
+        for other in self.ranks.gather(objection):
+            if other is not None:
+                raise SelfTestError(other)
+
+    def _keeps_nothing(self, kept: dict[str, str]) -> None:
+        now = attributes_of(self.engine.model)
+        for name in sorted(now.keys() | kept.keys()):
+            if now.get(name) != kept.get(name):
+                raise SelfTestError(
+                    f"{name} changed while the model ran; let forward() keep nothing from one pass to the next"
+                )
+
+    def _gradients_are_true(self, plain: nn.Module | None) -> None:
+        try:
+            check_gradients(
+                self.clip, self.engine.model, self.batch.inputs, self.batch.present,
+                plain=plain, shapes=self.engine.shapes,
+            )  # fmt: skip
+        except ClipError as error:
+            raise SelfTestError(str(error)) from None
+
+    def _clipping_binds(self) -> None:
+        """Clips one record to a tenth of its own norm: whatever C is, the factor must take effect here."""
+        rule, alone = self.clip.rule, torch.zeros_like(self.batch.present)
+        alone[0] = True
+
+        def size(rule: ClipRule) -> float:
+            return _norm(self._totals(self.batch.inputs, alone, rule)[0].values())
+
+        whole = size(replace(rule, kind="flat", bound=1e30))
+        ratios = []
+        for kind in ("flat", rule.kind):
+            tight = replace(rule, kind=kind, bound=whole / 10)
+            ratios.append(size(tight) / tight.sensitivity if whole else math.inf)
+        if not all(ratio <= 1.0 for ratio in ratios):
             raise SelfTestError(
-                f"{name} changed while the model ran; let forward() keep nothing from one pass to the next"
+                f"one record moved the sum by {max(ratios):.3f} times the bound; clipping does not hold"
             )
 
+    def _hostile(self) -> float:
+        """How far one hostile record moves the sum of its micro-batch, in units of C."""
+        without = self.batch.present.clone()
+        without[0] = False
+        base, alone = self._totals(self.batch.inputs, without)
+        moves = {}
+        for name, inputs, known in self._hostile_records():
+            try:
+                moved, seen = self._totals(inputs, self.batch.present)
+            except (IndexError, RuntimeError):
+                if known:
+                    raise
+                continue  # a number that the model does not take
+            distance = _norm(moved[k].double() - base[k].double() for k in base) / self.clip.rule.sensitivity
+            moves[name] = distance
+            for what in ("losses", "norms", "factors"):
+                one, other = getattr(alone, what)[1:], getattr(seen, what)[1:]
+                if not torch.equal(one, other):
+                    raise SelfTestError(
+                        f"a hostile record ({name}) changed the {what} of other records in its micro-batch"
+                    )
+        for name, distance in moves.items():
+            if not distance <= 1.0:
+                raise SelfTestError(
+                    f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold"
+                )
+        return max(moves.values())
 
-def _gradients_are_true(engine: Engine, clip: ClipEngine, batch: MicroBatch, plain: nn.Module | None) -> None:
-    try:
-        check_gradients(clip, engine.model, batch.inputs, batch.present, plain=plain, shapes=engine.shapes)
-    except ClipError as error:
-        raise SelfTestError(str(error)) from None
+    def _hostile_records(self) -> Iterator[tuple[str, dict[str, Tensor], bool]]:
+        """Inputs whose first record is hostile, with words for how, and whether the model must take them."""
+        for name, value in HOSTILE.items():
+            for where, inputs in self.records.scaled(self.batch.inputs, value):
+                yield name + where, inputs, True
+        # A number that is out of range would stop a GPU, and leave the others waiting where weights are gathered
+        # together.
+        beyond = self.engine.device.type == "cpu" and not self.engine.partitioned
+        for where, inputs in self.records.at_their_ends(self.batch.inputs, beyond):
+            yield where, inputs, not beyond
 
+    def _steps(self) -> int:
+        """Empty steps to draw: at least two, so that they can be compared, and enough to measure sigma."""
+        return max(2, math.ceil(SIGMA_DRAWS / self.engine.trainable_elements))
 
-def _clipping_binds(engine: Engine, clip: ClipEngine, batch: MicroBatch) -> None:
-    """Clips one record to a tenth of its own norm: whatever C is, the factor must take effect here."""
-    rule, alone = clip.rule, torch.zeros_like(batch.present)
-    alone[0] = True
+    def _empty_step(self, step: int) -> Capture:
+        self.engine.accumulate(self.absent)
+        captured = Capture(NoisyUpdate(self.noise, step))
+        self.engine.update(captured, learning_rate=0.0)
+        return captured
 
-    def size(rule: ClipRule) -> float:
-        return _norm(clipped_totals(clip, engine.model, batch.inputs, alone, engine.shapes, rule)[0].values())
+    def _every_element_once(self, captured: Capture) -> None:
+        """Checks that the shards of all ranks tile every parameter: no element without noise, none with two draws."""
+        parts = self.ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
+        for covering in ([piece for part in copy for piece in part] for copy in by_copy(parts, self.ranks_per_copy)):
+            ends = dict.fromkeys(self.engine.shapes, 0)
+            for name, start, length in sorted(covering):
+                if ends.get(name) != start:
+                    raise SelfTestError(f"elements of {name} around {start} get noise twice, or never")
+                ends[name] = start + length
+            for name, end in ends.items():
+                if end != self.engine.shapes[name].numel():
+                    raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
 
-    whole = size(replace(rule, kind="flat", bound=1e30))
-    ratios = []
-    for kind in ("flat", rule.kind):
-        tight = replace(rule, kind=kind, bound=whole / 10)
-        ratios.append(size(tight) / tight.sensitivity if whole else math.inf)
-    if not all(ratio <= 1.0 for ratio in ratios):
-        raise SelfTestError(f"one record moved the sum by {max(ratios):.3f} times the bound; clipping does not hold")
-
-
-def _hostile(engine: Engine, clip: ClipEngine, batch: MicroBatch, records: SyntheticRecords) -> float:
-    """How far one hostile record moves the sum of its micro-batch, in units of C."""
-    without = batch.present.clone()
-    without[0] = False
-    base, alone = clipped_totals(clip, engine.model, batch.inputs, without, engine.shapes)
-    moves = {}
-    for name, inputs, known in _hostile_records(engine, batch, records):
-        try:
-            moved, seen = clipped_totals(clip, engine.model, inputs, batch.present, engine.shapes)
-        except (IndexError, RuntimeError):
-            if known:
-                raise
-            continue  # a number that the model does not take
-        distance = _norm(moved[k].double() - base[k].double() for k in base) / clip.rule.sensitivity
-        moves[name] = distance
-        for what in ("losses", "norms", "factors"):
-            one, other = getattr(alone, what)[1:], getattr(seen, what)[1:]
-            if not torch.equal(one, other):
-                raise SelfTestError(f"a hostile record ({name}) changed the {what} of other records in its micro-batch")
-    for name, distance in moves.items():
-        if not distance <= 1.0:
-            raise SelfTestError(f"a hostile record ({name}) moved the sum by {distance:.3f}·C; clipping does not hold")
-    return max(moves.values())
-
-
-def _hostile_records(
-    engine: Engine, batch: MicroBatch, records: SyntheticRecords
-) -> Iterator[tuple[str, dict[str, Tensor], bool]]:  # fmt: skip
-    """Inputs whose first record is hostile, with words for how, and whether the model must take them."""
-    for name, value in HOSTILE.items():
-        for where, inputs in records.scaled(batch.inputs, value):
-            yield name + where, inputs, True
-    # A number that is out of range would stop a GPU, and leave the others waiting where weights are gathered together.
-    beyond = engine.device.type == "cpu" and not engine.partitioned
-    for where, inputs in records.at_their_ends(batch.inputs, beyond):
-        yield where, inputs, not beyond
-
-
-def _steps(engine: Engine) -> int:
-    """Empty steps to draw: at least two, so that they can be compared, and enough to measure sigma."""
-    return max(2, math.ceil(SIGMA_DRAWS / engine.trainable_elements))
-
-
-def _empty_step(engine: Engine, noise: Noise, step: int, absent: MicroBatch) -> Capture:
-    engine.accumulate(absent)
-    captured = Capture(NoisyUpdate(noise, step))
-    engine.update(captured, learning_rate=0.0)
-    return captured
-
-
-def _every_element_once(engine: Engine, captured: Capture, ranks_per_copy: int, ranks: Ranks) -> None:
-    """Checks that the shards of all ranks tile every parameter: no element without noise, none with two draws."""
-    parts = ranks.gather([(fragment.name, fragment.start, fragment.length) for fragment, _ in captured.found])
-    for covering in ([piece for part in copy for piece in part] for copy in by_copy(parts, ranks_per_copy)):
-        ends = dict.fromkeys(engine.shapes, 0)
-        for name, start, length in sorted(covering):
-            if ends.get(name) != start:
-                raise SelfTestError(f"elements of {name} around {start} get noise twice, or never")
-            ends[name] = start + length
-        for name, end in ends.items():
-            if end != engine.shapes[name].numel():
-                raise SelfTestError(f"elements of {name} from {end} on get no noise and no update")
-
-
-def _measured_sigma(drawn: list[Capture], noise: Noise, clip: ClipEngine, ranks: Ranks) -> float:
-    """Measured in empty steps, in which only noise reaches the optimizer."""
-    values = [values.double() for captured in drawn for _, values in captured.found]
-    parts = ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
-    count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    measured = math.sqrt(squares / max(1, count)) * noise.divisor / clip.rule.sensitivity
-    # The planned deviation of what the empty steps add: that of single draws, unless draws are combined.
-    steps = len(drawn)
-    facts = [noise.correlation(step) for step in range(1, steps + 1)]
-    measured *= noise.std / math.sqrt(sum((noise.std if fact is None else fact.added) ** 2 for fact in facts) / steps)
-    planned = noise.std / clip.rule.sensitivity
-    if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
-        raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
-    return measured
-
-
-def _streams_differ(drawn: list[Capture], ranks_per_copy: int, ranks: Ranks) -> None:
-    """Checks that noise is equal on replicas, and that otherwise no two parameters, ranks or steps begin with the same
-    noise."""
-    heads = [tuple(v[:HEAD].tolist()) for captured in drawn[:2] for _, v in captured.found if len(v) >= HEAD]
-    whole = hashlib.sha256()
-    for _, values in drawn[0].found:
-        whole.update(values.numpy().tobytes())
-    parts = ranks.gather((heads, whole.hexdigest()))
-    first, *others = by_copy(parts, ranks_per_copy)
-    if any([part[1] for part in other] != [part[1] for part in first] for other in others):
-        raise SelfTestError("replicas drew different noise")
-    every = [head for part in first for head in part[0]]
-    if len(set(every)) != len(every):
-        raise SelfTestError("the same noise was drawn for different elements or steps")
-
-
-def _sum_of_clipped(engine: Engine, clip: ClipEngine, batch: MicroBatch, ranks: Ranks) -> dict[str, Tensor]:
-    """What one pass in evaluation mode and two as they are must come to, by parameter. Its totals are freed with it."""
-    own, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
-    with evaluating(engine.model):
-        first, _ = clipped_totals(clip, engine.model, batch.inputs, batch.present, engine.shapes)
-    return {name: ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
-
-
-def _sum_is_the_sum(
-    gradients: Capture, expected: dict[str, Tensor], ranks_per_copy: int, ranks: Ranks
-) -> None:  # fmt: skip
-    """Compares the engine's reduction over micro-batches and ranks with the clip engine's sums: no mean, no scale."""
-    error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
-    parts = ranks.gather(_norm(error) ** 2)
-    wrong = max(sum(copy) if math.isfinite(sum(copy)) else math.inf for copy in by_copy(parts, ranks_per_copy))
-    off = math.sqrt(wrong) / max(_norm(expected.values()), 1e-30)
-    # Every rank must reach the same verdict, and sums over ranks may be rounded otherwise on each.
-    if not max(ranks.gather(off if math.isfinite(off) else math.inf)) <= SUM_TOLERANCE:
-        raise SelfTestError(
-            f"the reduced sum differs from the sum of the clipped gradients by {off:.3g} of its size; "
-            "something scales, drops or repeats micro-batches or ranks"
+    def _measured_sigma(self, drawn: list[Capture]) -> float:
+        """Measured in empty steps, in which only noise reaches the optimizer."""
+        values = [values.double() for captured in drawn for _, values in captured.found]
+        parts = self.ranks.gather((sum(v.numel() for v in values), sum(float(v.square().sum()) for v in values)))
+        count, squares = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        measured = math.sqrt(squares / max(1, count)) * self.noise.divisor / self.clip.rule.sensitivity
+        # The planned deviation of what the empty steps add: that of single draws, unless draws are combined.
+        steps = len(drawn)
+        facts = [self.noise.correlation(step) for step in range(1, steps + 1)]
+        measured *= self.noise.std / math.sqrt(
+            sum((self.noise.std if fact is None else fact.added) ** 2 for fact in facts) / steps
         )
+        planned = self.noise.std / self.clip.rule.sensitivity
+        if not abs(measured - planned) <= SIGMA_TOLERANCE * planned:
+            raise SelfTestError(f"the noise has sigma = {measured:.4f} where {planned:.4f} is planned")
+        return measured
+
+    def _streams_differ(self, drawn: list[Capture]) -> None:
+        """Checks that noise is equal on replicas, and that otherwise no two parameters, ranks or steps begin with the
+        same noise."""
+        heads = [tuple(v[:HEAD].tolist()) for captured in drawn[:2] for _, v in captured.found if len(v) >= HEAD]
+        whole = hashlib.sha256()
+        for _, values in drawn[0].found:
+            whole.update(values.numpy().tobytes())
+        parts = self.ranks.gather((heads, whole.hexdigest()))
+        first, *others = by_copy(parts, self.ranks_per_copy)
+        if any([part[1] for part in other] != [part[1] for part in first] for other in others):
+            raise SelfTestError("replicas drew different noise")
+        every = [head for part in first for head in part[0]]
+        if len(set(every)) != len(every):
+            raise SelfTestError("the same noise was drawn for different elements or steps")
+
+    def _sum_of_clipped(self) -> dict[str, Tensor]:
+        """What one pass in evaluation mode and two as they are must come to, by parameter. Its totals are freed with
+        it."""
+        own, _ = self._totals(self.batch.inputs, self.batch.present)
+        with evaluating(self.engine.model):
+            first, _ = self._totals(self.batch.inputs, self.batch.present)
+        return {name: self.ranks.add(first[name] + 2 * own[name]).flatten().cpu().double() for name in sorted(own)}
+
+    def _sum_is_the_sum(self, gradients: Capture, expected: dict[str, Tensor]) -> None:
+        """Compares the engine's reduction over micro-batches and ranks with the clip engine's sums: no mean, no
+        scale."""
+        error = [values.double() - expected[f.name][f.start : f.start + f.length] for f, values in gradients.found]
+        parts = self.ranks.gather(_norm(error) ** 2)
+        wrong = max(sum(copy) if math.isfinite(sum(copy)) else math.inf for copy in by_copy(parts, self.ranks_per_copy))
+        off = math.sqrt(wrong) / max(_norm(expected.values()), 1e-30)
+        # Every rank must reach the same verdict, and sums over ranks may be rounded otherwise on each.
+        if not max(self.ranks.gather(off if math.isfinite(off) else math.inf)) <= SUM_TOLERANCE:
+            raise SelfTestError(
+                f"the reduced sum differs from the sum of the clipped gradients by {off:.3g} of its size; "
+                "something scales, drops or repeats micro-batches or ranks"
+            )
+
+    def _weights_move(self, weights: list[Tensor]) -> None:
+        """Checks that one step at a real learning rate moves every element; then restores the weights, on every
+        rank."""
+        self._agree(self._forget_moments)  # so that the first moment shows the gradient that arrived
+        self.engine.accumulate(self.absent)
+        self.engine.update(Push(), learning_rate=PROOF_RATE)
+        still = None
+        for shard, kept in zip(self.engine.shards(), weights, strict=True):
+            for fragment in shard.fragments:
+                if bool((fragment.of(shard.weights.detach()) == fragment.of(kept)).any()):
+                    still = f"the optimizer does not move {fragment.name}, although it is declared as trained"
+                if not arrived_evenly(shard, fragment, kept):
+                    still = f"something changes the gradient of {fragment.name} after the noise was added"
+            with torch.no_grad():
+                shard.weights.copy_(kept)
+        self._stop_all(still)
+        # The engine hands the restored shards to the model, as after every step.
+        self.engine.accumulate(self.absent)
+        self.engine.update(PlainUpdate(batch=1), learning_rate=0.0)
+
+    def _unchanged(self, before: dict[str, str]) -> None:
+        after = fingerprint(self.engine)
+        if after.keys() != before.keys():
+            raise SelfTestError(
+                f"the model keeps something of the records that it is given ({min(after.keys() ^ before.keys())}); "
+                "forward() must not write into a buffer"
+            )
+        for name, digest in before.items():
+            if after.get(name) != digest:
+                raise SelfTestError(
+                    f"the self-test changed the weights ({name}); the optimizer moves at learning rate 0"
+                )
+
+    def _forget_moments(self) -> None:
+        self.engine.set_optimizer_step(0)
+        if self.engine.optimizer_step() or any(
+            bool(t.any()) for shard in self.engine.shards() for t in shard.state.values()
+        ):
+            raise SelfTestError("the self-test left something in the optimizer's state")
 
 
 def _nothing_left(captured: Capture) -> None:
     for fragment, values in captured.found:
         if bool((values != 0).any()):
             raise SelfTestError(f"{fragment.name} keeps a gradient from the previous step")
-
-
-def _weights_move(engine: Engine, absent: MicroBatch, weights: list[Tensor], ranks: Ranks) -> None:
-    """Checks that one step at a real learning rate moves every element; then restores the weights, on every rank."""
-    _agree(ranks, lambda: _forget_moments(engine))  # so that the first moment shows the gradient that arrived
-    engine.accumulate(absent)
-    engine.update(Push(), learning_rate=PROOF_RATE)
-    still = None
-    for shard, kept in zip(engine.shards(), weights, strict=True):
-        for fragment in shard.fragments:
-            if bool((fragment.of(shard.weights.detach()) == fragment.of(kept)).any()):
-                still = f"the optimizer does not move {fragment.name}, although it is declared as trained"
-            if not arrived_evenly(shard, fragment, kept):
-                still = f"something changes the gradient of {fragment.name} after the noise was added"
-        with torch.no_grad():
-            shard.weights.copy_(kept)
-    _stop_all(ranks, still)
-    # The engine hands the restored shards to the model, as after every step.
-    engine.accumulate(absent)
-    engine.update(PlainUpdate(batch=1), learning_rate=0.0)
-
-
-def _unchanged(engine: Engine, before: dict[str, str]) -> None:
-    after = fingerprint(engine)
-    if after.keys() != before.keys():
-        raise SelfTestError(
-            f"the model keeps something of the records that it is given ({min(after.keys() ^ before.keys())}); "
-            "forward() must not write into a buffer"
-        )
-    for name, digest in before.items():
-        if after.get(name) != digest:
-            raise SelfTestError(f"the self-test changed the weights ({name}); the optimizer moves at learning rate 0")
-
-
-def _forget_moments(engine: Engine) -> None:
-    engine.set_optimizer_step(0)
-    if engine.optimizer_step() or any(bool(t.any()) for shard in engine.shards() for t in shard.state.values()):
-        raise SelfTestError("the self-test left something in the optimizer's state")
 
 
 def _norm(gradients: Iterable[Tensor]) -> float:

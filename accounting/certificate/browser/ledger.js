@@ -161,7 +161,7 @@ const METRIC = either(shape({ ...RELEASED, name: (name) => text(name) && name !=
   shape({ ...RELEASED, name: among("clipped_share"), bound: among(0.5),
     rule: shape({ quantile: above(0), learning_rate: above(0), lowest: above(0), highest: above(0) }) }));
 const PLAN = shape({ records: within(1, Infinity), sampling: SAMPLING, clip_norm: above(0), noise_multiplier: above(0), steps: within(1, Infinity),
-  delta: above(0), epsilon_budget: above(0), unit: text, adjacency: text }, { metrics: list(METRIC), stands_for: free,
+  delta: above(0), epsilon_budget: above(0), unit: text, adjacency: text }, { metrics: list(METRIC),
   units: shape({ by: text, rows: within(1, Infinity), reduce: among("mean", "sum"), table: text }), noise: NOISE, views: within(1, Infinity) });
 const FACTS = shape({ sampling: shape({ rule: SAMPLING, records: whole, digest: text }),
   clipping: shape({ rule: among("flat", "automatic"), sensitivity: real }),
@@ -442,7 +442,6 @@ class Ledger {
     if (this.faults.length) return this.faults[0];
     if (this.tunings.some((each) => !each.runs)) return "it was tuned on private data by a number of runs that is not charged";
     if (this.late.length && this.tunings.length) return "it was chosen among several runs, and a plan was declared late";
-    if ([...this.plans.values()].some((plan) => plan.stands_for)) return "it simulates another run (TAN)";
     return this.plans.size ? null : "no phase of it was private";
   }
 

@@ -1,7 +1,8 @@
-"""AdamW and LAMB: Adam's direction, optionally with DP-AdamBC's correction; LAMB scales it per parameter.
+"""The optimizers that a config names, on flat shards, and the choice among them and those of PyTorch.
 
 Adam: Kingma and Ba (arXiv 1412.6980); AdamW: Loshchilov and Hutter (1711.05101); LAMB: You et al. (1904.00962),
-algorithm 2; DP-AdamBC: Tang et al. (2312.14334). Everything here acts on a gradient that already has its noise.
+algorithm 2; LARS: You et al. (1708.03888), momentum over gradients scaled per parameter. Everything here acts on a
+gradient that already has its noise.
 """
 
 from __future__ import annotations
@@ -12,8 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.config.optimizer import OptimizerParams
-from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams
+from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch, policies
+from murmuration.train.optim.torch_optimizer import MakeOptimizer, TorchOptimizer
+
+
+def make_optimizer(
+    settings: Optimizer | MakeOptimizer, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> FlatOptimizer:  # fmt: skip
+    """For the trainable parameters."""
+    named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    if not isinstance(settings, Optimizer):
+        return TorchOptimizer(named, settings)
+    kind = {"AdamW": AdamW, "LAMB": LAMB, "SGD": SGD, "LARS": LARS}[settings.type]
+    return kind(named, policies(settings.params, named), settings.params)
+
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], None]
 """Takes weights, gradient, both moments, step, learning rate, weight decay; another implementation of one step of
@@ -21,17 +35,15 @@ AdamW, in place."""
 
 
 class AdamW(FlatOptimizer):
-    """`gradient_noise` is the public standard deviation of the noise on each element of the divided gradient."""
+    """A `kernel` may take the place of its arithmetic."""
 
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams,
-        gradient_noise: float,
-    ) -> None:  # fmt: skip
+        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams
+    ) -> None:
         self.params = params
         self.kernel: Kernel | None = None
-        self._noise_variance = gradient_noise**2
         super().__init__(parameters, policies, params.ema_decay, params.gradient_norm)
 
     def update(self, flats: Sequence[Flat]) -> None:
@@ -53,12 +65,7 @@ class AdamW(FlatOptimizer):
 
     def _direction(self, first: Tensor, second: Tensor, step: int) -> Tensor:
         one, two = (1.0 - beta**step for beta in self.params.betas)
-        if self.params.noise_floor is None:
-            denominator = second.sqrt().div_(math.sqrt(two)).add_(self.params.eps)
-        else:
-            # In fp64: where noise dominates, the difference is small.
-            corrected = second.double().div_(two).sub_(self._noise_variance).clamp_(min=self.params.noise_floor)
-            denominator = corrected.sqrt_().to(second.dtype)
+        denominator = second.sqrt().div_(math.sqrt(two)).add_(self.params.eps)
         return torch.div(first, denominator).div_(one)
 
 
@@ -88,3 +95,53 @@ class LAMB(AdamW):
 
     def _lamb_direction(self, weights: Tensor, first: Tensor, second: Tensor, flat: Flat, stretch: Stretch) -> Tensor:
         return self._direction(first, second, flat.step).add_(weights, alpha=stretch.policy.weight_decay)
+
+
+class SGD(FlatOptimizer):
+    """The velocity is momentum·velocity + gradient + decay·weights."""
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], policies: Mapping[str, Policy], params: OptimizerParams
+    ) -> None:
+        self.params = params
+        self.moments = ("momentum_buffer",) if params.momentum else ()
+        super().__init__(parameters, policies, params.ema_decay, params.gradient_norm)
+
+    def update(self, flats: Sequence[Flat]) -> None:
+        for flat in flats:
+            for stretch in flat.stretches:
+                self._move(flat, stretch, 1.0)
+
+    def _move(self, flat: Flat, stretch: Stretch, ratio: float | Tensor) -> None:
+        rate, decay = flat.learning_rate * stretch.policy.learning_rate, stretch.policy.weight_decay
+        for weights, gradient, moments in flat.chunks(stretch):
+            direction = torch.add(gradient, weights, alpha=decay).mul_(ratio)
+            for velocity in moments:
+                direction = velocity.mul_(self.params.momentum).add_(direction)
+            weights.sub_(direction, alpha=rate)
+
+
+LARS_ETA = 0.001
+"""The trust coefficient."""
+
+
+class LARS(SGD):
+    """The ratio is eta·|w| / (|g| + decay·|w| + eps) over whole parameters, or 1 where a norm is 0."""
+
+    by_parameter = True
+
+    def update(self, flats: Sequence[Flat]) -> None:
+        weights, gradients = self.norms(flats, _weights_and_gradients)
+        for flat in flats:
+            for stretch in flat.stretches:
+                ratio: float | Tensor = 1.0
+                if stretch.policy.trust_ratio:
+                    weight, gradient = weights[stretch.number], gradients[stretch.number]
+                    pulled = gradient + stretch.policy.weight_decay * weight + self.params.eps
+                    ratio = torch.where((weight > 0) & (gradient > 0), LARS_ETA * weight / pulled, 1.0)
+                self._move(flat, stretch, ratio)
+
+
+def _weights_and_gradients(flat: Flat, stretch: Stretch) -> Iterator[tuple[Tensor, Tensor]]:
+    for weights, gradient, _ in flat.chunks(stretch):
+        yield weights, gradient
