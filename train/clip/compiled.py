@@ -205,7 +205,7 @@ class CompiledBlocks:
                     [filled(piece, names[piece.name], [found[n] for n in places]) for piece, places in report]
                 )
 
-        masks = [] if keys is None else [drops.kept(keys, *each) for each in code.masks]
+        masks = [] if keys is None else [drops.kept(keys, *each).contiguous() for each in code.masks]  # as recorded
         weights = list(held.values())
         tensors = (*inputs, *masks, code.scales, *(x.detach() for x in weights))
         outs = [enter(changeable(x)) for x in _Run.apply(tracker.anchor, code, tell, weights, *tensors)]  # pyright: ignore
