@@ -15,7 +15,7 @@ from typing import Literal
 Family = Literal["mae", "captioner", "classifier", "timm", "hf", "gpt2"]
 Size = Literal[
     "nano", "tiny", "small", "base", "large", "huge",
-    "r50x1", "r50x3", "r50x4", "r101x1", "r101x3", "r152x2", "r152x4", "custom",
+    "r50x1", "r50x3", "r50x4", "r101x1", "r101x3", "r152x2", "r152x4", "wrn16x4", "custom",
 ]  # fmt: skip
 Activation = Literal["gelu", "relu"]
 
@@ -31,14 +31,16 @@ class Stack:
 
 @dataclass(frozen=True)
 class ResNet:
-    """BiT's pre-activation ResNet of bottlenecks. `width` is the stem's; the features are 2·2^stages times as wide."""
+    """A pre-activation ResNet: BiT's of bottlenecks, or for small images one of basic blocks, without pooling after its
+    stem. `width` is the stem's; the features are 2·2^stages times as wide."""
 
     width: int
     stages: tuple[int, ...]
+    small_images: bool = False
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """The channels of each stage's output; its inner convolutions have a quarter as many."""
+        """The channels of each stage's output; the inner convolutions of a bottleneck have a quarter as many."""
         return tuple(4 * self.width << number for number in range(len(self.stages)))
 
     @property
@@ -87,7 +89,7 @@ MAE: dict[str, Preset] = {
 # be shared with the other families.
 CLASSIFIER: dict[str, Preset] = {size: MAE[size] for size in ("base", "large", "huge")}
 
-# BiT's: the stem is 64 times as wide as the factor after the x. No weights of r50x4 have been published.
+# BiT's rNxM: the stem is 64 times as wide as the factor after the x. No weights of r50x4 have been published.
 RESNETS: dict[str, ResNet] = {
     "r50x1": ResNet(64, (3, 4, 6, 3)),
     "r50x3": ResNet(192, (3, 4, 6, 3)),
@@ -96,6 +98,8 @@ RESNETS: dict[str, ResNet] = {
     "r101x3": ResNet(192, (3, 4, 23, 3)),
     "r152x2": ResNet(128, (3, 8, 36, 3)),
     "r152x4": ResNet(256, (3, 8, 36, 3)),
+    # De et al.'s WRN-16-4, with GroupNorm and standardised weights.
+    "wrn16x4": ResNet(16, (2, 2, 2), small_images=True),
 }
 
 # The published GPT-2 and GPT-2 Large. They see no pictures; encoder and text decoder are one stack.
