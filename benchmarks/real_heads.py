@@ -160,7 +160,7 @@ def sigma_of_draws(epsilon: float, rate: float, steps: int) -> float:
         draw = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
         return dp_accounting.SelfComposedDpEvent(draw, steps)
 
-    guess = dp_accounting.LowerEndpointAndGuess(0.5, 4.0)
+    guess = dp_accounting.LowerEndpointAndGuess(0.25, 4.0)
     found = dp_accounting.calibrate_dp_mechanism(
         lambda: PLDAccountant(value_discretization_interval=1e-3), event, epsilon, DELTA, guess, tol=1e-3
     )
