@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import ClassVar, Literal
 
 Family = Literal["mae", "captioner", "classifier", "timm", "hf", "gpt2"]
 Size = Literal[
@@ -31,12 +31,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class ResNet:
-    """A pre-activation ResNet: BiT's of bottlenecks, or for small images one of basic blocks, without pooling after its
-    stem. `width` is the stem's; the features are 2·2^stages times as wide."""
+    """BiT's pre-activation ResNet of bottlenecks. `width` is the stem's; the features are 2·2^stages times as wide."""
 
+    small_images: ClassVar[bool] = False
     width: int
     stages: tuple[int, ...]
-    small_images: bool = False
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -47,6 +46,13 @@ class ResNet:
     def groups(self) -> int:
         """32 as published, or fewer in a narrow toy model: every layer has a multiple of `width` channels."""
         return gcd(32, self.width)
+
+
+@dataclass(frozen=True)
+class WideResNet(ResNet):
+    """For small images: basic blocks, and no pooling after the stem."""
+
+    small_images: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ RESNETS: dict[str, ResNet] = {
     "r152x2": ResNet(128, (3, 8, 36, 3)),
     "r152x4": ResNet(256, (3, 8, 36, 3)),
     # De et al.'s WRN-16-4, with GroupNorm and standardised weights.
-    "wrn16x4": ResNet(16, (2, 2, 2), small_images=True),
+    "wrn16x4": WideResNet(16, (2, 2, 2)),
 }
 
 # The published GPT-2 and GPT-2 Large. They see no pictures; encoder and text decoder are one stack.
