@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-slow | test-oldest | test-times | fuzz | mutate | lint.
+# make setup | demo | demo DATA=FOLDER | test | test-full | test-slow | test-oldest | test-times | fuzz | mutate | lint.
 # Each creates .venv if it is missing; nothing need be set up before. CUDA=12 make setup takes PyTorch for CUDA 12.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -16,8 +16,12 @@ FUZZ ?=
 MUTATE ?=
 READY := .venv/.ready
 
+# A folder of class folders in the place of the drawn pictures; then the demo is a small classifier.
+DATA ?=
+DEMO := $(if $(DATA),demo_data/pictures/pictures,ds_configs/demo)
+RUN := runs/$(notdir $(DEMO))
 # What the model of the demo writes below pictures that it has not seen.
-CAPTIONS := runs/demo/captions
+CAPTIONS := $(RUN)/captions
 
 .PHONY: setup demo test test-core test-rest test-full test-slow test-oldest test-times fuzz mutate lint
 setup: $(READY)
@@ -27,11 +31,11 @@ $(READY): pyproject.toml constraints.txt constraints-cu12.txt
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/python launch/prepare.py demo
-	@run_dir=runs/demo; . launch/resume_me.sh; code=0; \
-	    PATH="$(BIN):$$PATH" $(BIN)/$(TRAIN) --config ds_configs/demo.json || code=$$?; exit $$(ended $$code)
-	@$(BIN)/python launch/account.py verify runs/demo
-	@test -e $(CAPTIONS)/result.json || $(BIN)/python launch/evaluate.py caption runs/demo --out $(CAPTIONS) \
+	@$(BIN)/python launch/prepare.py demo $(if $(DATA),--data "$(DATA)")
+	@run_dir=$(RUN); . launch/resume_me.sh; code=0; \
+	    PATH="$(BIN):$$PATH" $(BIN)/$(TRAIN) --config $(DEMO).json || code=$$?; exit $$(ended $$code)
+	@$(BIN)/python launch/account.py verify $(RUN)
+	@test -n "$(DATA)" -o -e $(CAPTIONS)/result.json || $(BIN)/python launch/evaluate.py caption runs/demo --out $(CAPTIONS) \
 	    --config ds_configs/demo.json --data demo_data/held_out --public --records 48
 
 lint: $(READY) build/types-checked

@@ -4,13 +4,16 @@
     OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --epochs --out benchmarks/results/real_epochs.json
     OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --ablations \\
         --out benchmarks/results/real_ablations.json
+    OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --by-epsilon --seeds 5 \\
+        --epsilons 0.25 0.5 1 2 4 6 8 10 --out benchmarks/results/real_epsilon.json
 
 TRAIN and TEST are the folders in which runs of the study keep the features of the private and of the held-out records.
 Nothing of the trainer runs here: the noise of a single Gaussian step is solved from its closed form, drawn by NumPy,
 and added to sums that NumPy makes. So the private numbers must be the study's, within their scatter. The last rows are
 the best heads that scikit-learn finds without noise. `--epochs`: ten epochs in Poisson batches, as in
-`mehta_batch.json`, with the noise that dp-accounting finds; `--ablations`: those of `mehta_ablations.json`. `--grid`
-prints the head in one pass for other shares of its sums and other ridges, by one draw of noise each.
+`mehta_batch.json`, with the noise that dp-accounting finds; `--ablations`: those of `mehta_ablations.json`;
+`--by-epsilon`: those of `mehta_epsilon.json`. `--grid` prints the head in one pass for other shares of its sums and
+other ridges, by one draw of noise each.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", action="store_true")
     parser.add_argument("--ablations", action="store_true")
+    parser.add_argument("--by-epsilon", action="store_true")
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -88,6 +92,14 @@ def main() -> None:
                 return top_1(*in_batches(features, labels, "LAMB", 5000, 0.05, sigma, seed, **changed))
 
             note(arm, 1.0, [once(seed) for seed in range(given.seeds)])
+        return save()
+    if given.by_epsilon:
+        for epsilon in given.epsilons:
+            sigma = sigma_of_draws(epsilon, 5000 / len(features), EPOCHS * len(features) // 5000)
+            found = [
+                top_1(*in_batches(features, labels, "LAMB", 5000, 0.05, sigma, seed)) for seed in range(given.seeds)
+            ]
+            note("last layer, LAMB", epsilon, found)
         return save()
     heads: dict[str, Callable[[float, int], float]] = {
         "60 steps, momentum": lambda e, seed: top_1(*descent(features, labels, sigma_of(e), seed)),
@@ -148,7 +160,7 @@ def sigma_of_draws(epsilon: float, rate: float, steps: int) -> float:
         draw = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
         return dp_accounting.SelfComposedDpEvent(draw, steps)
 
-    guess = dp_accounting.LowerEndpointAndGuess(0.5, 4.0)
+    guess = dp_accounting.LowerEndpointAndGuess(0.25, 4.0)
     found = dp_accounting.calibrate_dp_mechanism(
         lambda: PLDAccountant(value_discretization_interval=1e-3), event, epsilon, DELTA, guess, tol=1e-3
     )

@@ -377,7 +377,8 @@ def _of_shape(family: Family, shape: Shape, image_size: int | None) -> dict[str,
     """The model section that gives an encoder of this shape, and its decoder where the family is the same."""
     section: dict[str, Any] = {"family": family, "size": "custom", "image_size": image_size or shape.image_size}
     if shape.resnet is not None:
-        return section | {"width": shape.resnet.width, "stages": list(shape.resnet.stages)}
+        kind = {"size": "wrn16x4"} if shape.resnet.small_images else {}
+        return section | kind | {"width": shape.resnet.width, "stages": list(shape.resnet.stages)}
     section |= {"patch_size": shape.patch_size, **_stack("", shape.encoder)}
     if family == shape.family == "captioner":
         section |= _stack("decoder_", shape.text) | {"text_length": shape.text_length}

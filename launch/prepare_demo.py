@@ -38,6 +38,10 @@ def declare(commands: Any) -> None:
                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     demo.set_defaults(run=_demo)
     demo.add_argument("--out", type=Path, default=ROOT / "demo_data", help="default: demo_data in the repository")
+    demo.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="your own pictures in class folders, into DIR/pictures; held-out "
+        "pictures and names of classes count as public",
+    )  # fmt: skip
     demo.add_argument("--private", type=int, default=20_000, help="captioned records of the training set")
     demo.add_argument("--held-out", type=int, default=2_000, help="captioned and labelled public records")
     demo.add_argument("--textures", type=int, default=3_000, help="public textures for the warm start")
@@ -109,6 +113,11 @@ def _demo(arguments: argparse.Namespace) -> int:
     with (out / ".prepare.lock").open("w") as lock:
         if not try_lock(lock.fileno()):
             raise InputError(f"{out}: another prepare.py is writing here; wait until it is done")
+        if arguments.data is not None:
+            from murmuration.launch.demo_pictures import prepare
+
+            print(f"next:  deepspeed launch/train.py --config {prepare(arguments.data.resolve(), out / 'pictures')}")
+            return 0
         sets = [_Set(name, count, side, tint) for name, count in counts.items()]
         missing = [each for each in sets if _is_missing(out / each.name, each, force=arguments.force)]
         _make(out, missing, arguments.workers)

@@ -11,12 +11,17 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, InputError, RunError
 from murmuration.train.commands.exit_codes import complain
+
+if TYPE_CHECKING:
+    from murmuration.evaluation.study.study_file import Run, Study
+    from murmuration.evaluation.study.train_runs import Folder
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -56,9 +61,14 @@ def main(argv: list[str] | None = None) -> int:
         folder = Folder(out)
         left = [(run, config) for run, config in zip(trained, configs, strict=True) if not folder.trained(run)]
         require_budgets([config for _, config in left], {folder.id_of(run) for run, _ in left} - {None})
-        folder.claim(runs)
+        with folder.held():
+            folder.claim(runs)
+            return carry_out(study, runs, folder, arguments)
     except (RunError, OSError) as error:
         return complain(error)
+
+
+def carry_out(study: Study, runs: list[Run], folder: Folder, arguments: argparse.Namespace) -> int:
     from murmuration.evaluation.session.compare import aligned
     from murmuration.evaluation.study.outcome import cost_in_words, outcome_of, table_of, write
     from murmuration.evaluation.study.train_runs import Forked, Launched, train_all
@@ -68,8 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     start = partial(Launched, arguments.launcher) if arguments.launcher else partial(Forked, threads)
     ended = train_all(study, runs, folder, start, jobs, partial(print, flush=True))
     found = outcome_of(study, runs, ended, folder)
-    write(study, found, out)
-    print(f"\n{aligned(table_of(study, found))}\n\n{cost_in_words(found['cost'])}\n{out / 'study.html'}")
+    write(study, found, folder.root)
+    print(f"\n{aligned(table_of(study, found))}\n\n{cost_in_words(found['cost'])}\n{folder.root / 'study.html'}")
     if len(ended) < len(runs):
         print(f"stopped with {len(runs) - len(ended)} of {len(runs)} runs left; start the same command again")
         return RESUME_ME

@@ -45,7 +45,7 @@ class Preprocessing(NamedTuple):
 def timm_architecture(shape: Shape) -> str:
     if shape.resnet is not None:
         name = TIMM_BIT.get((shape.resnet.width, shape.resnet.stages))
-        if name is None:
+        if name is None or shape.resnet.small_images:
             raise WeightsError(
                 f"timm's BiT come in published sizes ({', '.join(TIMM_BIT.values())}), and this ResNet is of another "
                 "one; export it as safetensors."

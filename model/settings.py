@@ -480,7 +480,8 @@ class ModelSettings(BaseModel):
                 f"a ResNet's model.width must be a multiple of 8 and each of model.stages at least 1, not {width} and "
                 f"{list(stages)}; set width to {max(8, width - width % 8)}, for example."
             )
-        return ResNet(width, stages)
+        kind = ResNet if preset is None else type(preset)
+        return kind(width, stages)
 
 
 def _stack(prefix: str, base: Stack | None, width: int | None, depth: int | None, heads: int | None) -> Stack:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import ClassVar, Literal
 
 Family = Literal["mae", "captioner", "classifier", "timm", "hf", "gpt2"]
 Size = Literal[
     "nano", "tiny", "small", "base", "large", "huge",
-    "r50x1", "r50x3", "r50x4", "r101x1", "r101x3", "r152x2", "r152x4", "custom",
+    "r50x1", "r50x3", "r50x4", "r101x1", "r101x3", "r152x2", "r152x4", "wrn16x4", "custom",
 ]  # fmt: skip
 Activation = Literal["gelu", "relu"]
 
@@ -33,18 +33,26 @@ class Stack:
 class ResNet:
     """BiT's pre-activation ResNet of bottlenecks. `width` is the stem's; the features are 2·2^stages times as wide."""
 
+    small_images: ClassVar[bool] = False
     width: int
     stages: tuple[int, ...]
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """The channels of each stage's output; its inner convolutions have a quarter as many."""
+        """The channels of each stage's output; the inner convolutions of a bottleneck have a quarter as many."""
         return tuple(4 * self.width << number for number in range(len(self.stages)))
 
     @property
     def groups(self) -> int:
         """32 as published, or fewer in a narrow toy model: every layer has a multiple of `width` channels."""
         return gcd(32, self.width)
+
+
+@dataclass(frozen=True)
+class WideResNet(ResNet):
+    """For small images: basic blocks, and no pooling after the stem."""
+
+    small_images: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ MAE: dict[str, Preset] = {
 # be shared with the other families.
 CLASSIFIER: dict[str, Preset] = {size: MAE[size] for size in ("base", "large", "huge")}
 
-# BiT's: the stem is 64 times as wide as the factor after the x. No weights of r50x4 have been published.
+# BiT's rNxM: the stem is 64 times as wide as the factor after the x. No weights of r50x4 have been published.
 RESNETS: dict[str, ResNet] = {
     "r50x1": ResNet(64, (3, 4, 6, 3)),
     "r50x3": ResNet(192, (3, 4, 6, 3)),
@@ -96,6 +104,8 @@ RESNETS: dict[str, ResNet] = {
     "r101x3": ResNet(192, (3, 4, 23, 3)),
     "r152x2": ResNet(128, (3, 8, 36, 3)),
     "r152x4": ResNet(256, (3, 8, 36, 3)),
+    # De et al.'s WRN-16-4, with GroupNorm and standardised weights.
+    "wrn16x4": WideResNet(16, (2, 2, 2)),
 }
 
 # The published GPT-2 and GPT-2 Large. They see no pictures; encoder and text decoder are one stack.

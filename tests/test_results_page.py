@@ -82,3 +82,24 @@ def test_numpy_with_the_noise_of_dp_accounting_found_the_ablations_within_their_
     for row in again:
         mine = ours[row["head"]]
         assert mine["value"] == pytest.approx(row["top_1"], abs=3 * math.hypot(mine["sd"], row["sd"]) + 1e-3)
+
+
+def test_numpy_with_the_noise_of_dp_accounting_found_every_epsilon_within_the_scatter_of_the_study() -> None:
+    results = ROOT / "benchmarks" / "results"
+    study = json.loads((results / "studies" / "mehta_epsilon_cifar.json").read_text())["study"]
+    ours = {row["place"]: row["measures"]["top-1"] for row in study["rows"]}
+    again = json.loads((results / "real_epsilon.json").read_text())
+    assert len(again) == len(ours) == 8
+    for row in again:
+        mine = ours[row["epsilon"]]
+        assert mine["value"] == pytest.approx(row["top_1"], abs=3 * math.hypot(mine["sd"], row["sd"]) + 1e-3)
+
+
+def test_pytorch_alone_trains_a_network_from_scratch_as_well_as_the_study() -> None:
+    results = ROOT / "benchmarks" / "results"
+    study = json.loads((results / "studies" / "body_then_head.json").read_text())["study"]
+    ours = {row["arm"]: row["measures"]["top-1"] for row in study["rows"]}
+    (again,) = json.loads((results / "real_scratch.json").read_text())
+    mine = ours["private alone"]
+    assert again["steps"] == 30 and len(again["runs"]) >= 3
+    assert mine["value"] == pytest.approx(again["top_1"], abs=3 * math.hypot(mine["sd"], again["sd"]) + 1e-3)

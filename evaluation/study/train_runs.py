@@ -23,7 +23,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Protocol
 
-from murmuration.accounting.durable import atomic
+from murmuration.accounting.durable import atomic, try_lock
 from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
@@ -51,6 +51,15 @@ class Folder:
 
     def evaluation(self, run: Run, number: int) -> Path:
         return self.root / "evaluations" / f"{run.name}.{number}"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Refuses a second study while one is at work here; the lock of one that was killed is free at once."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".study.lock").open("w") as lock:
+            if not try_lock(lock.fileno()):
+                raise EvaluationError(f"another study is writing to {self.root}; let it end, or name another --out")
+            yield
 
     def claim(self, runs: Sequence[Run]) -> None:
         """Notes what each run is; one that was made for other settings is refused."""

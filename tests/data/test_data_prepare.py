@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from murmuration.data.index import open as index_open
 from murmuration.data.store.place import UnreadableError
 from murmuration.launch import prepare_demo
 from murmuration.launch.prepare import main
+from murmuration.train.config.load import load
+from murmuration.train.recipe.ready_phase import prepare
+from tests.support.evaluation_world import class_folders
 
 
 @pytest.fixture
@@ -88,3 +92,26 @@ def test_rows_whose_label_or_unit_is_no_text_are_left_out(pictures: Path) -> Non
     lines = (pictures / "o" / "left_out.jsonl").read_text().splitlines()
     assert len(lines) == 2 and all("its label or its unit is not UTF-8" in line for line in lines)
     assert (pictures / "o" / "classes.txt").read_text() == "x\n"
+
+
+def test_a_folder_of_class_folders_may_play_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every picture is in one part; the config trains on one and measures the other."""
+    given, out = class_folders(tmp_path / "given", 20), tmp_path / "demo"
+    command = ["demo", "--data", str(given), "--out", str(out)]
+    assert main(command) == 0
+    names = {path.relative_to(given) for path in given.rglob("*.png")}
+    parts = [{path.relative_to(folder) for path in folder.rglob("*.png")}
+             for folder in (out / "pictures" / "private", out / "pictures" / "held_out")]  # fmt: skip
+    assert parts[0] | parts[1] == names and not parts[0] & parts[1] and len(parts[1]) * 10 == len(names)
+    config = load(out / "pictures" / "pictures.json", [])
+    told = json.loads((out / "pictures" / "pictures.json").read_text())["phases"][0]
+    assert told["data"]["expected_records"] == len(parts[0]) and told["evaluation"]["records"] == len(parts[1])
+    assert config.model.classes == len({name.parts[0] for name in names}) and prepare(config)[0].private
+    assert "the most frequent class is 0.2" in capsys.readouterr().out
+    assert main(command) == 0 and "is there already" in capsys.readouterr().out
+    assert main(["demo", "--data", str(given / ".."), "--out", str(out)]) == 2
+    assert "holds something else; move it away" in capsys.readouterr().err
+    few = class_folders(tmp_path / "few", 2)
+    assert main(["demo", "--data", str(few), "--out", str(tmp_path / "other")]) == 2
+    assert "name a folder of two classes or more, with 10 pictures of each" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "pictures").exists()

@@ -153,6 +153,24 @@ def test_a_run_whose_budget_was_spent_before_its_last_step_is_not_taken_as_train
         state.state_file.write_bytes(before)
 
 
+def test_a_second_study_in_the_same_folder_is_refused_until_the_first_is_dead(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "shared"
+    holder = (
+        "import sys, time; from pathlib import Path; from murmuration.evaluation.study.train_runs import Folder\n"
+        "with Folder(Path(sys.argv[1])).held(): print('held', flush=True); time.sleep(600)"
+    )
+    with forking.start([sys.executable, "-c", holder, str(out)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        assert main([str(folder / "study.json"), "--out", str(out)]) == 2
+        assert f"another study is writing to {out}; let it end, or name another --out" in capsys.readouterr().err
+        assert not (out / "runs").exists()
+        first.kill()
+    with Folder(out).held():
+        pass
+
+
 @pytest.mark.slow
 def test_a_study_is_the_same_after_kills(folder: Path, found: dict[str, Any]) -> None:
     for number, signals in enumerate(([signal.SIGTERM], [signal.SIGKILL], [])):

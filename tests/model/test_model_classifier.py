@@ -15,6 +15,7 @@ from timm.layers.norm_act import GroupNormAct
 from timm.layers.std_conv import StdConv2d
 from timm.models.resnetv2 import ResNetV2
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from murmuration.model.build import build
 from murmuration.model.classifier import Classifier, TransformerClassifier, classification_loss
@@ -67,7 +68,34 @@ def test_the_resnet_is_timms() -> None:
     torch.testing.assert_close(ours.logits(images), theirs.eval()(images), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [size for size in RESNETS if size != "r50x4"])
+def test_a_wide_resnet_is_de_et_als() -> None:
+    """By hand: no pooling after the stem, two 3 x 3 convolutions in a block, which is narrowed at its first."""
+    ours = make({**RESNET, "size": "wrn16x4"}, head_scale=1.0)
+    assert isinstance(ours, ResNetClassifier)
+    state = ours.state_dict()
+
+    def convolved(x: Tensor, name: str, stride: int = 1) -> Tensor:
+        weight = state[f"body.{name}.weight"]
+        spread, middle = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
+        padding = weight.shape[-1] // 2
+        return F.conv2d(x, (weight - middle) / (spread + 1e-8).sqrt(), stride=stride, padding=padding)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return F.group_norm(x, 8, state[f"body.{name}.weight"], state[f"body.{name}.bias"]).relu()
+
+    images = example(RESNET)["images"]
+    x = convolved(images, "stem.conv")
+    for block, stride in (("stages.0.blocks.0", 1), ("stages.1.blocks.0", 2), ("stages.1.blocks.1", 1)):
+        before, x = x, normed(x, f"{block}.norm1")
+        straight = convolved(x, f"{block}.downsample.conv", stride) if block.endswith("0") else before
+        x = convolved(x, f"{block}.conv1", stride)
+        x = straight + convolved(normed(x, f"{block}.norm2"), f"{block}.conv2")
+    logits = normed(x, "norm").mean((2, 3)) @ state["head.weight"].T + state["head.bias"]
+    assert x.shape[2:] == (16, 16)
+    torch.testing.assert_close(ours.logits(images), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [size for size in RESNETS if size not in ("r50x4", "wrn16x4")])
 def test_published_resnets_have_timms_names_shapes_and_counts(size: Size) -> None:
     """timm has every size of which BiT published weights; of r50x4 there are none."""
     ours = build(ModelSettings(family="classifier", size=size, classes=17), "classify", device="meta")

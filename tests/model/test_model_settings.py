@@ -46,6 +46,7 @@ CLASSIFIER_COUNTS: list[tuple[dict[str, Any], int, int]] = [
     ({"size": "r101x1"}, 44_541_480, 2048),
     ({"size": "r101x3"}, 387_934_888, 6144),
     ({"size": "r152x2"}, 236_335_208, 4096),
+    ({"size": "wrn16x4", "classes": 10}, 2_748_890, 256),
     ({"size": "base", "classes": 11_221}, 94_427_605, 768),
 ]
 

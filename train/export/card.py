@@ -69,7 +69,7 @@ def _what(finished: Finished) -> str:
     if shape.named is not None:
         body = str(shape.named)
     elif shape.resnet is not None:
-        body = f"BiT's ResNet, {shape.encoder.width} features"
+        body = f"ResNet, {shape.encoder.width} features"
     else:
         body = (
             f"vision transformer of {shape.encoder.depth} blocks, width {shape.encoder.width}, {shape.encoder.heads} "
