@@ -272,7 +272,9 @@ def _act(threads: int, module: str, arguments: list[str], log: str) -> None:
     threading.Thread(target=_stop_with, args=(parent_process(),), daemon=True).start()
     import torch
 
-    torch.set_num_threads(threads)
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # or a process that trains alone takes all cores
+        torch.set_num_threads(threads)
     sys.exit(import_module(module).main(arguments))
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 
 from murmuration.accounting.certificate.signature import public_key
-from murmuration.accounting.plan import StandIn
 from murmuration.evaluation.study.outcome import cost_in_words, cost_of
+from murmuration.evaluation.study.train_runs import Forked
+from murmuration.train.distributed.process import describe_process
 from tests.support.acc_world import DATA, KEY, PLAN, begin, reopen, train, whole_run
 
 
@@ -31,9 +35,12 @@ def test_a_run_counts_with_its_claim_whichever_comes_first(tmp_path: Path) -> No
 
 
 def test_no_number_is_given_where_one_run_keeps_no_promise(tmp_path: Path) -> None:
-    one, simulated = whole(tmp_path / "whole"), tmp_path / "simulated"
-    whole_run(simulated, PLAN.steps, replace(PLAN, stands_for=StandIn(1.0, 4.0))).ledger.close()
-    for folders in ([one, simulated], [simulated, one], [simulated]):
+    one, debug = whole(tmp_path / "whole"), tmp_path / "debug"
+    journal = begin(debug, debug=True)
+    train(journal, range(1, PLAN.steps + 1))
+    journal.finish()
+    journal.ledger.close()
+    for folders in ([one, debug], [debug, one], [debug]):
         cost = cost_of(folders)
         assert cost is not None and cost["epsilon_sum"] is None and "is not known" in cost_in_words(cost)
 
@@ -47,3 +54,19 @@ def test_runs_without_noise_on_private_records_are_named_beside_the_cost(tmp_pat
     cost = cost_of([whole(tmp_path / "whole"), tmp_path / "bare"])
     assert ("1 more trained without noise" in cost_in_words(cost)) == (not public)
     assert cost_of([tmp_path / "bare"]) is None
+
+
+def test_a_run_takes_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer gives a process that trains alone all of them."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(Forked, "_context", get_context("fork"))
+    monkeypatch.setattr(Forked._context, "set_forkserver_preload", lambda names: None)
+    run = Forked(1, __name__, [], tmp_path / "log")
+    while run.poll() is None:
+        time.sleep(0.01)
+    assert (tmp_path / "log").read_text() == "1\n"
+
+
+def main(arguments: list[str]) -> None:
+    describe_process()
+    os.write(1, f"{torch.get_num_threads()}\n".encode())
