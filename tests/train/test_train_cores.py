@@ -225,6 +225,6 @@ def test_memory_that_runs_out_later_in_the_self_test_is_a_sentence_too(monkeypat
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(module, "_records_are_bounded", full)
+    monkeypatch.setattr(module._Test, "_records_are_bounded", full)
     with pytest.raises(RoomError, match="of 4 records does not fit into memory; use a smaller micro-batch"):
         core.prove(SyntheticRecords.of(SHAPE, "caption"), 0, 4)
