@@ -39,7 +39,7 @@ UNIT_ROUNDOFF = 2.0**-24
 # (gradient, moments with their constants, root, quotients, trust ratio; some are carried from step to step).
 ROUNDINGS_OF_WEIGHTS, ROUNDINGS_OF_MOVES = 4, 32
 # Of a size at which three steps move the weights by far more than fp32 rounds them.
-RATES = {"AdamW": 1e-2, "SGD": 0.3, "LAMB": 1e-2, "LARS": 1e-2}
+RATES = {"AdamW": 1e-2, "SGD": 0.3, "LAMB": 1e-2, "LARS": 1.0}
 SHAPE = ModelSettings(
     family="captioner", image_size=16, patch_size=8, width=24, depth=1, heads=2, decoder_width=16, decoder_depth=1,
     decoder_heads=2, mae_decoder_width=8, mae_decoder_depth=1, mae_decoder_heads=2, text_length=6, vocabulary=19,
@@ -53,9 +53,7 @@ OPTIMIZERS = {
     "AdamW": Optimizer.model_validate({"params": {"weight_decay": 0.1}}),
     "SGD": Optimizer.model_validate({"type": "SGD", "params": {"weight_decay": 0.1}}),
     "LAMB": Optimizer.model_validate({"type": "LAMB", "params": {"weight_decay": 0.1}}),
-    "LARS": Optimizer.model_validate(
-        {"type": "LARS", "params": {"weight_decay": 0.1, "rules": [{"learning_rate": 1000}]}}
-    ),
+    "LARS": Optimizer.model_validate({"type": "LARS", "params": {"weight_decay": 0.1}}),
 }
 
 
@@ -169,7 +167,7 @@ class Textbook:
         if self.kind in ("SGD", "LARS"):
             rise = gradient + decay
             if self.kind == "LARS":
-                rise = rise * _ratio(weight.norm(), gradient.norm() + 0.1 * weight.norm())
+                rise = rise * _ratio(0.001 * weight.norm(), gradient.norm() + 0.1 * weight.norm())
             self.first[name] = 0.9 * self.first[name] + rise
             return self.first[name]
         self.first[name] = 0.9 * self.first[name] + 0.1 * gradient
