@@ -7,6 +7,7 @@ last, without a commit; the next run names it.
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,9 +33,15 @@ def study(found: Any) -> dict[str, float]:
     return {f"{row['arm']}, ε = 1": next(iter(row["measures"].values()))["value"] for row in rows}
 
 
+def demo(found: Any) -> dict[str, float]:
+    """Medians of the runs."""
+    return {name: statistics.median(run[key] for run in found["runs"]) for name, key in DEMO.items()}
+
+
+DEMO = {"CPU seconds": "cpu_seconds", "colour": "colour", "shape": "shape", "ε": "epsilon"}
 READ: dict[str, Callable[[Any], dict[str, float]]] = {
     "clip_quick_cpu.json": clip, "studies/mehta_one_step_cifar.json": study,
-    "studies/mehta_epsilon_cifar.json": study,
+    "studies/mehta_epsilon_cifar.json": study, "demo.json": demo,
 }  # fmt: skip
 
 
