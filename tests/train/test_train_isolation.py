@@ -22,7 +22,7 @@ from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
-from murmuration.train.clip.isolated import kept_of_records
+from murmuration.train.clip.isolated import entered, kept_of_records, outside
 from murmuration.train.clip.losses import isolated, losses_of
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
@@ -80,6 +80,17 @@ REFUSED = {
     "printed": "prints a record's tensor", "scripted": "is scripted",
     "a gradient inside": "asks autograd for a gradient",
 }  # fmt: skip
+
+
+def test_a_pass_within_a_pass_leaves_the_outer_one_watched() -> None:
+    """A compiled block is recorded within the pass that meets it first."""
+    call = type(zoo.scripted_rows).__call__
+    with entered(2):
+        watched = type(zoo.scripted_rows).__call__
+        with outside(), entered(2):
+            pass
+        assert type(zoo.scripted_rows).__call__ is watched is not call
+    assert type(zoo.scripted_rows).__call__ is call
 
 
 @pytest.mark.parametrize("name", zoo.hostile())

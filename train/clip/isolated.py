@@ -275,7 +275,7 @@ def _vmap(slots: int) -> Iterator[None]:
     lazy_load_decompositions()  # rules that PyTorch has in Python, without which it would loop over records
     # A rule for vmap that an autograd function brings along is given all records, and could let them meet.
     rules, key = custom_function_call.functorch_table, TransformType.Vmap
-    plain, whole = rules[key], _mode()
+    plain, whole, scripted = rules[key], _mode(), _SCRIPTED.__call__
 
     def known(interpreter: Any, function: Any, *operands: Any, **options: Any) -> Any:
         if function.vmap is not Function.vmap and not _is_known(function):
@@ -297,7 +297,7 @@ def _vmap(slots: int) -> Iterator[None]:
         yield
     finally:
         functorch._vmap_decrement_nesting()
-        rules[key], _SCRIPTED.__call__ = plain, _RUN_SCRIPTED
+        rules[key], _SCRIPTED.__call__ = plain, scripted
         for each, rule in zip(operators, theirs, strict=True):
             each._vmap_fn = rule
 
