@@ -39,7 +39,7 @@ def prepare(source: Path, out: Path) -> Path:
     if len(seen) < 2 or min(seen.values()) < HELD_OUT:
         raise InputError(f"{source}: name a folder of two classes or more, with {HELD_OUT} pictures of each")
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
+    out.mkdir(0o700)  # the copies are private, too
     receipt.write_text(told)
     for name in names:
         label = class_of(name)

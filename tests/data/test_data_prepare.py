@@ -108,6 +108,7 @@ def test_a_folder_of_class_folders_may_play_the_demo(tmp_path: Path, capsys: pyt
     assert told["data"]["expected_records"] == len(parts[0]) and told["evaluation"]["records"] == len(parts[1])
     assert config.model.classes == len({name.parts[0] for name in names}) and prepare(config)[0].private
     assert "the most frequent class is 0.2" in capsys.readouterr().out
+    assert not (out / "pictures").stat().st_mode & 0o077, "others may not read the copies"
     assert main(command) == 0 and "is there already" in capsys.readouterr().out
     assert main(["demo", "--data", str(given / ".."), "--out", str(out)]) == 2
     assert "holds something else; move it away" in capsys.readouterr().err
