@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,36 +63,24 @@ def test_numpy_and_scikit_learn_found_what_the_page_says_and_the_study_within_it
             assert mine["value"] == pytest.approx(row["top_1"], abs=scatter)
 
 
-def test_numpy_with_the_noise_of_dp_accounting_found_ten_epochs_within_the_scatter_of_the_study() -> None:
+@pytest.mark.parametrize(
+    ("study", "again", "name", "rows"),
+    [
+        ("mehta_batch_cifar", "real_epochs", lambda row: f"{row['arm']}, {row['place']}", 3),
+        ("mehta_ablations_cifar", "real_ablations", lambda row: row["arm"], 5),
+        ("mehta_epsilon_cifar", "real_epsilon", lambda row: row["place"], 8),
+    ],
+)
+def test_numpy_with_the_noise_of_dp_accounting_finds_each_table_within_its_scatter(
+    study: str, again: str, name: Callable[[Any], Any], rows: int
+) -> None:
     results = ROOT / "benchmarks" / "results"
-    study = json.loads((results / "studies" / "mehta_batch_cifar.json").read_text())["study"]
-    ours = {f"{row['arm']}, {row['place']}": row["measures"]["top-1"] for row in study["rows"]}
-    again = json.loads((results / "real_epochs.json").read_text())
-    assert len(again) == 3
-    for row in again:
-        mine = ours[row["head"]]
-        assert mine["value"] == pytest.approx(row["top_1"], abs=3 * math.hypot(mine["sd"], row["sd"]) + 1e-3)
-
-
-def test_numpy_with_the_noise_of_dp_accounting_found_the_ablations_within_their_scatter() -> None:
-    results = ROOT / "benchmarks" / "results"
-    study = json.loads((results / "studies" / "mehta_ablations_cifar.json").read_text())["study"]
-    ours = {row["arm"]: row["measures"]["top-1"] for row in study["rows"]}
-    again = json.loads((results / "real_ablations.json").read_text())
-    assert len(again) == 5
-    for row in again:
-        mine = ours[row["head"]]
-        assert mine["value"] == pytest.approx(row["top_1"], abs=3 * math.hypot(mine["sd"], row["sd"]) + 1e-3)
-
-
-def test_numpy_with_the_noise_of_dp_accounting_found_every_epsilon_within_the_scatter_of_the_study() -> None:
-    results = ROOT / "benchmarks" / "results"
-    study = json.loads((results / "studies" / "mehta_epsilon_cifar.json").read_text())["study"]
-    ours = {row["place"]: row["measures"]["top-1"] for row in study["rows"]}
-    again = json.loads((results / "real_epsilon.json").read_text())
-    assert len(again) == len(ours) == 8
-    for row in again:
-        mine = ours[row["epsilon"]]
+    found = json.loads((results / "studies" / f"{study}.json").read_text())["study"]["rows"]
+    ours = {name(row): row["measures"]["top-1"] for row in found}
+    theirs = json.loads((results / f"{again}.json").read_text())
+    assert len(theirs) == rows
+    for row in theirs:
+        mine = ours[row["epsilon"] if again == "real_epsilon" else row["head"]]
         assert mine["value"] == pytest.approx(row["top_1"], abs=3 * math.hypot(mine["sd"], row["sd"]) + 1e-3)
 
 

@@ -159,7 +159,7 @@ def test_a_second_study_in_the_same_folder_is_refused_until_the_first_is_dead(
     out = folder / "shared"
     holder = (
         "import sys, time; from pathlib import Path; from murmuration.evaluation.study.train_runs import Folder\n"
-        "with Folder(Path(sys.argv[1])).held(): print('held', flush=True); time.sleep(600)"
+        "with Folder(Path(sys.argv[1])).held(): print('held', flush=True); time.sleep(60)"
     )
     with forking.start([sys.executable, "-c", holder, str(out)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"

@@ -198,8 +198,8 @@ class BookKeepingClip:
             return self._without_incomputable(model, inputs, present, sums, rule, failed)
         with torch.no_grad():
             losses = losses.detach()
-            # Norms first, then factors, then sums, all of the same operands: a gradient that was computed a second time
-            # may be rounded otherwise, and the norm of the first would not bound it.
+            # Norms first, then factors, then sums, all of the same operands: a second backward pass might round
+            # otherwise, and norms of the first would not bound its gradients.
             # A record without a finite loss, and a slot without a record, add exactly nothing. Comparing is false for
             # NaN, where arithmetic would spread it.
             eligible = present & (losses.abs() < math.inf)

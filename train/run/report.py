@@ -55,7 +55,7 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
     page = html_page(
         Path(__file__).parent / "report.html.jinja",
         run=certificate["run"],
-        statement=certificate["claim"]["statement"],
+        statement=printable(certificate["claim"]["statement"]),
         texts=[text for text in (config.about.source, config.about.expect) if text] + outcomes(config, curves),
         phases=[
             {"name": phase.name, "kind": _kind(phase), "figure": figure(phase, curves[phase.name])}
