@@ -62,6 +62,7 @@ def worst_found(engine: str, reader: str, width: int, rounds: int, measured: int
             [order[: measured // 2], others[torch.randperm(len(others), generator=draw)[: measured // 2]]]
         )
         added = torch.tensor([contribution(clip, model, only(pool, [row]), 0) for row in chosen.tolist()]) / C
+        assert not added.isnan().any()  # which `max` would pass over
         worst = max(worst, float(added.max()))
         parents = torch.cat([order[: CHUNK // 4], chosen[added.argsort(descending=True)[: CHUNK // 4]]])
         children, fresh = mutated(only(pool, parents), draw), hostile(CHUNK // 2, width, draw)

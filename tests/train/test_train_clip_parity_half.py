@@ -6,6 +6,7 @@ not. What the engine's operands may add is stated beforehand, and C lowered by i
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -74,6 +75,7 @@ def worst(reader: str, width: int, rounds: int, measured: int) -> float:
     pool, found = hostile(measured, width, draw), 0.0
     for _ in range(rounds):
         added = torch.tensor([contribution(clip, model, only(pool, [row]), 0) for row in range(measured)]) / bound
+        assert not added.isnan().any()  # which `max` would pass over
         found = max(found, float(added.max()))
         parents = only(pool, added.argsort(descending=True)[: measured // 2])
         fresh = hostile(measured - measured // 2, width, draw)
@@ -158,6 +160,7 @@ def test_equal_tokens_that_round_alike_and_cancel_stay_within_the_bound(rows: in
         bound = float(torch.rand(1, generator=draw)) * 0.1 + 0.01
         clip = BookKeepingClip(ClipRule("flat", bound, 0.0), "bf16", hold=0.0, round_operands=True)
         totals, seen = clipped_totals(clip, model, inputs, one)
+        assert math.isfinite(size(totals))
         largest = max(largest, size(totals) / bound if float(seen.factors[0]) < 1 else 0.0)
         exact, _ = clipped_totals(BookKeepingClip(clip.rule, "bf16", hold=0.0), model, inputs, one)
         assert size(exact) <= bound * (1 + 1e-4), trial

@@ -4,6 +4,7 @@ records clips."""
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -48,7 +49,9 @@ def moved(clip: BookKeepingClip, model: nn.Module, inputs: zoo.Inputs, whole: di
         for x in blank.values():
             x[row] = 0
         present = torch.arange(len(next(iter(inputs.values())))) != row
-        worst = max(worst, distance(whole, clipped_totals(clip, model, blank, present)[0]) / BOUND)
+        far = distance(whole, clipped_totals(clip, model, blank, present)[0]) / BOUND
+        assert math.isfinite(far)  # `max` would pass over what is no number
+        worst = max(worst, far)
     return worst
 
 
