@@ -124,8 +124,8 @@ def pretrained_of(name: str) -> dict[str, Any]:
             "timm.models.save_for_hf, set model.name to their architecture, and start from the folder"
         )
     plain, _, tag = name.partition(".")
-    if "timm" not in sys.modules and (known := _in_timms_source(plain)):
-        raise _no_model(plain, known)
+    if "timm" not in sys.modules:
+        _require_in_source(plain, tag)
     import timm  # only here: it brings PyTorch along
 
     if not timm.is_model(plain):
@@ -133,10 +133,7 @@ def pretrained_of(name: str) -> dict[str, Any]:
     try:
         found = timm.get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError:
-        known = [each.partition(".")[2] for each in timm.list_pretrained(plain)]
-        close = difflib.get_close_matches(tag, known, n=3, cutoff=0.0)
-        which = f"choose {_listed(close)}, or leave the tag out" if close else "leave the tag out"
-        raise NamedError(f"timm's {plain} has no weights {tag!r:.80}; {which}") from None
+        raise _no_weights(plain, tag, [each.partition(".")[2] for each in timm.list_pretrained(plain)]) from None
     return {} if found is None else found.to_dict()
 
 
@@ -146,18 +143,25 @@ def _no_model(plain: str, known: list[str]) -> NamedError:
     return NamedError(f"timm has no model {plain!r:.80}; {hint}")
 
 
-def _in_timms_source(name: str) -> list[str]:
-    """All models of timm, if it nowhere mentions this one; a look at the files takes a tenth of an import's time."""
+def _no_weights(plain: str, tag: str, known: list[str]) -> NamedError:
+    close = difflib.get_close_matches(tag, known, n=3, cutoff=0.0)
+    which = f"choose {_listed(close)}, or leave the tag out" if close else "leave the tag out"
+    return NamedError(f"timm's {plain} has no weights {tag!r:.80}; {which}")
+
+
+def _require_in_source(plain: str, tag: str) -> None:
+    """Refuses what timm's files do not mention: reading them takes a tenth of an import's time. A few names and tags
+    are put together by code, so what is said here is only that a model is nowhere, or has other tags."""
     found = importlib.util.find_spec("timm")
     folders = (found and found.submodule_search_locations) or []
-    files = [path for folder in folders for path in Path(folder, "models").glob("*.py")]
-    models: set[str] = set()
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        if re.search(rf"\b{re.escape(name)}\b", text):
-            return []
-        models.update(re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE))
-    return sorted(models)
+    text = "\n".join(
+        path.read_text("utf-8") for folder in folders for path in sorted(Path(folder, "models").glob("*.py"))
+    )
+    if text and not re.search(rf"\b{re.escape(plain)}\b", text):
+        raise _no_model(plain, sorted(re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE)))
+    tags = re.findall(rf"['\"]{re.escape(plain)}\.(\w+)['\"]", text)
+    if tag and tags and tag not in tags:
+        raise _no_weights(plain, tag, sorted(set(tags)))
 
 
 def statistics_of(library: Library, name: str) -> dict[str, Any] | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+import timm
 import torch
 
+from murmuration.model import named
 from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings
 from murmuration.model.sizes import Size
@@ -184,3 +186,16 @@ def test_what_no_model_can_be_is_refused_with_the_mend(
 def test_fixed_positions_are_masked() -> None:
     fixed = build(ModelSettings(family="classifier", size="base", positions="sincos"), "mae", device="meta")
     assert sum(trainable(fixed).values()) == MAE_COUNTS["base"]
+
+
+@pytest.mark.parametrize("name", [
+    "vit_small_patch14_dinov2.lvd142m", "vit_base_patch16_224", "vit_base_patch16_clip_quickgelu_224.openai",
+    "vit_large_patch14_clip_quickgelu_224.dfn2b", "resnet50.a1_in1k", "vit_tiny_r_s16_p8_224.augreg_in21k",
+])  # fmt: skip
+def test_a_look_at_timms_files_refuses_no_name_that_timm_has(name: str) -> None:
+    """Names of the quickgelu kind stand in no file: code puts them together."""
+    assert timm.is_model_pretrained(name)
+    plain, _, tag = name.partition(".")
+    named._require_in_source(plain, tag)
+    with pytest.raises(named.NamedError, match="timm has no model"):
+        named._require_in_source(plain + "x", tag)

@@ -79,6 +79,10 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
         dry("model.family=timm", "model.name=vit_smal_patch14_dinov2"),
         "timm has no model 'vit_smal_patch14_dinov2'; did you mean vit_small_patch14_dinov2, ",
     ),
+    "a typo in a tag of timm": (
+        dry("model.family=timm", "model.name=vit_small_patch14_dinov2.lvd142"),
+        "timm's vit_small_patch14_dinov2 has no weights 'lvd142'; choose lvd142m, or leave the tag out",
+    ),
     "a delta above 1/n": (
         [*trained("phases.0.privacy.delta=0.5"), "--dry-run"],
         "phases.0.privacy: delta must lie in (0, 1/n] = (0, 0.1], but is 0.5",
