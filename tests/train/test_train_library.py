@@ -109,6 +109,25 @@ def test_a_loss_that_refuses_the_self_tests_labels_leaves_nothing_behind(tmp_pat
         found.prove()
 
 
+class ReadBothWays(nn.Module):
+    """An LSTM lists its weights a second time. Of its way back only the first place is used, where no state came
+    before, so that weights of the state have a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 4, batch_first=True, bidirectional=True), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x[..., None])[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"), [(ReadBothWays, "book-keeping"), (random_net, "reference"), (random_net, "opacus")]
+)
+def test_a_whole_run_of_other_layers_and_clip_engines(tmp_path: Path, model: Any, engine: Any) -> None:
+    finished(tmp_path, model=model, computation=murmuration.Computation(engine))
+
+
 class Large(nn.Module):
     """Keeps 8 MiB of each record for its backward pass."""
 

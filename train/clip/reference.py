@@ -131,15 +131,17 @@ class OpacusClip:
         found: dict[str, list[Tensor]] = {name: [] for name in trained}
         from opacus.grad_sample import GradSampleModule  # takes seconds
 
-        outside = [
-            p for module in model.modules() if any(True for _ in module.children())
-            for p in module.parameters(recurse=False) if p.requires_grad
-        ]  # fmt: skip
+        layers = [module for module in model.modules() if not any(True for _ in module.children())]
+        within = {id(p) for layer in layers for p in layer.parameters()}
+        outside = [p for p in trained.values() if id(p) not in within]
         for p in outside:  # it hooks the modules that have trained parameters of their own
             p.requires_grad_(False)
         hooked = GradSampleModule(model, loss_reduction="sum")
         for p in outside:
             p.requires_grad_(True)
+        modes = [layer.training for layer in layers]
+        for layer in layers:  # its hooks see nothing in evaluation mode, in which no layer that it knows differs
+            layer.training = layer.training or any(p.requires_grad for p in layer.parameters())
         try:
             for record in range(len(present)):  # forward() is given no other
                 alone = of_slots(inputs, torch.tensor([record], device=present.device), len(present))
@@ -155,6 +157,10 @@ class OpacusClip:
             for p in model.parameters():
                 p.grad = None
             hooked.to_standard_module()
+            for layer, mode in zip(layers, modes, strict=True):
+                layer.training = mode
+                for left in ("activations", "max_batch_len"):
+                    vars(layer).pop(left, None)
         samples = {name: torch.stack(gradients) for name, gradients in found.items()}
         with torch.no_grad():
             return self._add(samples, torch.cat(losses), present, sums, rule)

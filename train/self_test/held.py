@@ -97,20 +97,24 @@ def _part(parameter: Tensor) -> Tensor:
 
 
 def attributes_of(model: nn.Module) -> dict[str, str]:
-    """What Python keeps in each module, as words that change when it does: numbers, lengths, digests of tensors."""
+    """What Python keeps in each module, as words that change when it does: numbers, lengths, digests of tensors. The
+    model's own weights and buffers, which an LSTM keeps in a list as well, are looked at by themselves."""
     found: dict[str, str] = {}
+    own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for path, module in model.named_modules():
         place = f"{path}." if path else ""
         for name, value in vars(module).items():
             if name not in OF_MODULES and not name.startswith(OF_ENGINES):
-                found[f"the attribute {place}{name}"] = _in_words(value, DEEP)
+                found[f"the attribute {place}{name}"] = _in_words(value, own, DEEP)
         for name in HOOKS:
             found[f"the hooks {place}{name}"] = str([id(hook) for hook in vars(module)[name].values()])
     return found
 
 
-def _in_words(value: Any, depth: int) -> str:
+def _in_words(value: Any, own: Mapping[int, str], depth: int) -> str:
     kind = type(value).__name__
+    if id(value) in own:
+        return f"the model's {own[id(value)]}"
     if isinstance(value, Tensor):
         return "a record's" if is_of_records(value) else f"{list(value.shape)} {digest_of(value)}"
     if isinstance(value, np.ndarray):
@@ -120,11 +124,11 @@ def _in_words(value: Any, depth: int) -> str:
     if isinstance(value, nn.Module) or not depth:
         return kind
     if isinstance(value, Mapping):
-        return f"{kind} of {len(value)}: {_each(value.items(), depth)}"
+        return f"{kind} of {len(value)}: {_each(value.items(), own, depth)}"
     if isinstance(value, (Sequence, AbstractSet)):
-        return f"{kind} of {len(value)}: {_each(value, depth)}"
-    return f"{kind} {_each(vars(value).items(), depth)}" if hasattr(value, "__dict__") else kind
+        return f"{kind} of {len(value)}: {_each(value, own, depth)}"
+    return f"{kind} {_each(vars(value).items(), own, depth)}" if hasattr(value, "__dict__") else kind
 
 
-def _each(values: Iterable[Any], depth: int) -> list[str]:
-    return [_in_words(value, depth - 1) for value, _ in zip(values, range(LONG), strict=False)]
+def _each(values: Iterable[Any], own: Mapping[int, str], depth: int) -> list[str]:
+    return [_in_words(value, own, depth - 1) for value, _ in zip(values, range(LONG), strict=False)]

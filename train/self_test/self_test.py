@@ -158,10 +158,11 @@ class _Test:
         self.engine.update(gradients, learning_rate=0.0)
         moved = {fragment.name for fragment, values in gradients.found if bool((values != 0).any())}
         reached = set().union(*self.ranks.gather(moved))
-        declared = set(self.engine.shapes)
-        if reached != declared:
-            odd = ", ".join(sorted(declared ^ reached)[:3])
-            raise SelfTestError(f"the trained set is not the declared one: {odd} … get no gradient")
+        # A weight that the loss uses may have a gradient of zero, as where only the last place of a bidirectional LSTM
+        # is read. One that the loss does not use is refused by the clip engine.
+        missing = [name for name in sorted(self.engine.shapes) if name not in reached and bool(expected[name].any())]
+        if missing:
+            raise SelfTestError(f"the trained set is not the declared one: {', '.join(missing[:3])} … get no gradient")
         self._sum_is_the_sum(gradients, expected)
         return seconds
 
