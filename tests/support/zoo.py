@@ -810,7 +810,7 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "batch norm": lambda: Normalised(nn.BatchNorm2d(4)), "sync batch norm": lambda: Normalised(nn.SyncBatchNorm(4)),
         "batch norm without statistics": lambda: Normalised(nn.BatchNorm2d(4, track_running_stats=False)),
         "instance norm with statistics": lambda: Normalised(nn.InstanceNorm2d(4, track_running_stats=True)),
-        "dropout": lambda: Layers(nn.Dropout(0.5)), "noise": batch(lambda x: x + torch.randn_like(x)),
+        "dropout": lambda: Layers(nn.Dropout(0.5)), "rrelu": lambda: Layers(nn.RReLU()), "noise": batch(lambda x: x + torch.randn_like(x)),
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
         "experts by index": RoutedExperts, "counted": Counted,

@@ -72,6 +72,7 @@ REFUSED = {
     "global list": "kept a tensor of an earlier", "running mean": "kept a tensor of an earlier",
     "one mean": "losses of shape", "batch norm": "running statistics", "sync batch norm": "running statistics",
     "instance norm with statistics": "running statistics", "dropout": "draws random numbers",
+    "rrelu": "cannot run for one record at a time",
     "noise": "draws random numbers", "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
     "function of one's own": "autograd.Function of its own", "experts by index": "picks rows or elements",
     "counted": "as long as what a record holds",

@@ -41,7 +41,7 @@ OBJECTIONS = [
     ),
     Objection(
         "random operation", "draws random numbers for all records together",
-        "make every random choice an input, or use the layers of model.drop; in evaluation mode nothing is dropped",
+        "set rates of dropout to 0, and make every other random choice an input",
     ),
     Objection(
         "running_mean or running_var", "keeps running statistics of the records",
@@ -85,6 +85,10 @@ OBJECTIONS = [
     Objection(
         "atching rule not implemented", "calls a function that PyTorch cannot run for one record at a time",
         'write it with plain functions, or use run.clip_engine = "opacus"',
+    ),
+    Objection(
+        "vmap: we do not yet support", "calls a function that PyTorch cannot run for one record at a time",
+        "write it with plain functions",
     ),
     Objection(
         "does not have a grad_fn", "asks autograd for a gradient within forward()",
