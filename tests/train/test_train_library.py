@@ -335,9 +335,10 @@ def test_a_record_that_the_model_cannot_compute_is_as_if_it_were_not_there(
     assert any(not torch.equal(before[name], missing[name]) for name in missing)
 
 
-def test_a_model_that_can_compute_no_record_is_refused_before_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [TensorDataset(X, LABELS + 2), TensorDataset(X * math.nan, LABELS)])
+def test_a_model_that_can_compute_no_record_is_refused_before_a_step(tmp_path: Path, data: Any) -> None:
     with (
-        classified(tmp_path, TensorDataset(X, LABELS + 2)) as found,
+        classified(tmp_path, data) as found,
         pytest.raises(SelfTestError, match="fails for all of 8 records"),
     ):
         found.prove()

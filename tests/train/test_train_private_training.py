@@ -110,13 +110,14 @@ def test_a_run_that_was_closed_continues_as_if_it_had_not_been(tmp_path: Path, k
 
 
 def test_steps_that_a_crash_lost_are_not_made_again_under_their_keys_and_stay_charged(tmp_path: Path) -> None:
-    with training(tmp_path) as found:
+    with pytest.raises(ZeroDivisionError), training(tmp_path) as found:
         found.prove()
         found.step(1, RATE)
         found.save()
         found.step(2, RATE)
         found.step(3, RATE)  # seen by whoever looks at the model, and never saved
         spent = found.epsilon()
+        raise ZeroDivisionError
     with training(tmp_path) as found:
         assert found.done == 1 and found.epsilon() == spent
         found.prove()
@@ -128,6 +129,19 @@ def test_steps_that_a_crash_lost_are_not_made_again_under_their_keys_and_stay_ch
     assert [segment.from_step for segment in history.segments_of(0)] == [0, 1]
     assert "may have been seen" in history.segments_of(0)[1].reason
     assert (verdict.opened, verdict.committed, found.done) == (6, 6, 4) and verdict.epsilon <= 20
+
+
+def test_a_loop_that_was_left_early_keeps_its_steps(tmp_path: Path) -> None:
+    with training(tmp_path) as found:
+        for step in found:
+            if step == 2:
+                break
+    with training(tmp_path) as found:
+        assert found.done == 2
+        for _ in found:
+            pass
+        verdict = found.finish()
+    assert verdict.opened == verdict.committed == found.plan.steps
 
 
 @pytest.mark.rest

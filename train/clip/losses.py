@@ -114,11 +114,12 @@ def isolated(
 
 @torch.no_grad()
 def incomputable(model: Model, inputs: Mapping[str, Tensor], present: Tensor, values: Values = losses_of) -> Tensor:
-    """Which records the model raises for, each by itself: a label out of range, an index behind a table's end."""
+    """Which records the model raises for, each by itself (a label out of range, an index behind a table's end), or
+    finds no finite value of."""
     odd = torch.zeros_like(present)
     for slot in present.nonzero():
         try:
-            values(model, of_slots(inputs, slot, len(present)), 1)
+            odd[slot] = not values(model, of_slots(inputs, slot, len(present)), 1).isfinite().all()
         except (IndexError, RuntimeError):
             odd[slot] = True
     return odd

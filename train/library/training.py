@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -195,8 +195,9 @@ class PrivateTraining:
         odd = incomputable(engine.model, batch.inputs, batch.present)
         if len(odd) > 1 and odd[batch.present].all():
             raise SelfTestError(
-                f"the model fails for all of {len(odd)} records that were tried, though it takes the synthetic ones; "
-                "let example= or synthetic= have the sizes and ranges of the items, and read one to see why"
+                f"the model fails for all of {len(odd)} records that were tried, or finds no finite loss, though it "
+                "takes the synthetic ones; let example= or synthetic= have the sizes and ranges of the items, and "
+                "read one to see why"
             )
 
     def _after(self, number: int) -> None:
@@ -314,8 +315,15 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """A loop that was left early keeps its steps: made again, they would be charged again. After an error, other
+        ranks may be elsewhere."""
+        try:
+            if kind is None and not self._closed and self.saved != self.done:
+                with suppress(LedgerError):  # a step failed, or the model was changed outside of it
+                    self.save()
+        finally:
+            self.close()
 
 
 class Unchanged:
