@@ -26,6 +26,7 @@ Read = Callable[[np.ndarray], Mapping[str, Tensor]]
 of the record's views."""
 FIRST = 8
 """How many records are tried before a run begins. If all of them fail, it is the function that is wrong."""
+FAILED = "read() failed"
 _one_at_a_time = threading.Lock()
 """Of all readers, since a process has one generator of each kind."""
 
@@ -86,10 +87,10 @@ class FunctionReader:
     def _one(self, number: np.ndarray) -> dict[str, Tensor]:
         try:
             # A copy: the function may keep the array, and must not change whose record is whose.
-            with parsing("read() failed"):
+            with parsing(FAILED):
                 return self._checked(dict(self._read(number.copy())))
         except (MemoryError, SystemExit) as error:  # of what this record asks for; the next one gets its turn
-            raise BadRecord(f"read() failed ({type(error).__name__})") from error
+            raise BadRecord(f"{FAILED} ({type(error).__name__})") from error
 
     def _checked(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         if found.keys() != self._empty.keys():
@@ -113,6 +114,12 @@ class FunctionReader:
         slots = replace(self._slots, key=bytes(32))  # which records of a unit is no secret, and no step's key is used
         found = FunctionReader(self._read, self._empty, slots).fetch(tried, 0)
         if len(tried) > 1 and not found.batch.present.any():
+            reasons = set(found.bad.values())
+            if len(reasons) == 1 and not (form := reasons.pop()).startswith(FAILED):  # what a record holds is not told
+                raise ReadFailsError(
+                    f"example= or synthetic= is unlike all of {len(tried)} records that were tried: {form}; give one "
+                    "item as the data has it, without a batch dimension"
+                )
             one = slots.records_of(tried[:1], 0)[0, 0]
             raise ReadFailsError(
                 f"read() failed for all of {len(tried)} records that were tried, so it is no single record's fault; "
