@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Callable
 from itertools import chain, islice, pairwise
@@ -54,7 +55,9 @@ def test_one_lane_gives_every_record_once_per_epoch_as_webdataset_reads_it(shard
     assert len({tuple(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
     for one, other in pairwise(epochs):
         assert abs(np.corrcoef(np.argsort(one), np.argsort(other))[0, 1]) < 0.45
+    before = os.listdir("/proc/self/fd")
     assert _texts(StreamIndex(str(shards), 1, 16), 10, range(5), b"another key") != steps[:5]
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1, "a shard is closed when it was read"
 
 
 def test_each_lane_goes_through_its_own_shards(shards: Path) -> None:
@@ -185,6 +188,8 @@ def _damage(how: str, path: Path) -> None:
         raw = raw[: members[-1].offset_data - 100]
     elif how == "cut before the end marker":
         raw = raw[: members[-1].offset_data + 512]
+    elif how == "cut in the end marker":
+        raw = raw[: members[-1].offset_data + 1024]
     elif how == "zeroed hole":
         raw[members[-4].offset : members[-3].offset] = bytes(members[-3].offset - members[-4].offset)
     elif how == "last header flipped":
@@ -195,7 +200,8 @@ def _damage(how: str, path: Path) -> None:
 
 
 DAMAGES = (
-    "cut in a member", "cut in a header", "cut before the end marker", "zeroed hole", "last header flipped", "empty",
+    "cut in a member", "cut in a header", "cut before the end marker", "cut in the end marker", "zeroed hole",
+    "last header flipped", "empty",
 )  # fmt: skip
 
 
@@ -205,6 +211,18 @@ def test_a_damaged_shard_stops_the_run_though_tarfile_is_silent(shards: Path, ho
     with pytest.raises(UnreadableError, match=r"1\.tar: ") as caught:
         _texts(StreamIndex(str(shards), 1, 4), 10, range(5))
     assert "object at" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_shard_that_is_gone_and_a_lane_without_a_record_stop_the_run(
+    shards: Path, write_tar: TarMaker, no_pauses: None
+) -> None:
+    index = StreamIndex(str(shards), 1, 4)
+    (shards / "1.tar").rename(shards / "other")
+    with pytest.raises(UnreadableError, match=r"1\.tar: cannot be read \(No such file or directory\); restore access"):
+        _texts(index, 10, range(5))
+    write_tar(shards / "1.tar", [])
+    with pytest.raises(UnreadableError, match=r"1\.tar: no record in it or in the other shards of its lane"):
+        _texts(StreamIndex(str(shards / "1.tar"), 1, 4), 10, range(1))
 
 
 def test_a_shard_that_changes_between_epochs_stops_the_run(shards: Path, write_tar: TarMaker) -> None:
@@ -253,6 +271,8 @@ def test_what_cannot_be_streamed_is_refused(shards: Path, small_set: ShardIndex)
         StreamIndex(str(shards / "{0,9}.tar"), 1, 4)
     with pytest.raises(ShardError, match="plain"):
         StreamIndex("http://host/{0..3}.tar.gz", 1, 4)
+    with pytest.raises(ShardError, match="no place of their own"):
+        StreamIndex(str(shards), 1, 4).members(0, b"")
 
 
 def test_a_copy_of_a_private_shard_is_found(shards: Path, small_set: ShardIndex) -> None:
