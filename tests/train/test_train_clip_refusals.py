@@ -32,9 +32,18 @@ def reentrant(body: Any, x: Tensor) -> Tensor:
     return out
 
 
+@torch.jit.script
+def scripted(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
 REFUSED: list[tuple[str, Callable[[Any, Tensor], Tensor]]] = [
     ("does not use second", lambda body, x: body.first(x)),
     ("use_reentrant=False", reentrant),
+    (
+        "second.weight reaches the loss past the clip engine",
+        lambda body, x: body.second(body.first(x)) + scripted(body.first(x), body.second.weight),
+    ),
 ]
 
 
