@@ -49,7 +49,7 @@ def even_width(total: int, world: int, micro_batch: int) -> int:
     """The smallest micro-batch with which `total` records take no more rows: for public batches, whose size is fixed,
     so that many ranks do not compute padding. A private draw's size must not show in any shape."""
     rows = row_count(total, world, micro_batch)
-    return max(1, -(-total // (world * rows)))
+    return -(-total // (world * rows))
 
 
 # Pictures as bytes, and what a model sees of them.

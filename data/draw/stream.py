@@ -375,7 +375,7 @@ class Lane:
 
     def _seed(self, epoch: int, use: int) -> int:
         name = struct.pack("<QQQ", self._number, epoch, use)
-        return int.from_bytes(hashlib.blake2b(name, key=self._key[:64], digest_size=16, person=b"mur-stream").digest())
+        return int.from_bytes(hashlib.blake2b(name, key=self._key, digest_size=16, person=b"mur-stream").digest())
 
 
 def _size(place: Place) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Callable
 
 import numpy as np
@@ -85,6 +87,9 @@ def test_a_step_needs_no_step_before_it_and_no_other_object() -> None:
     assert (late.rule, late.records) == (RandomAllocation(12), 5000)
     other = AllocationSampler(KEY, bytes(32), 5000, 12).draw(31)
     assert np.array_equal(other.ids, late.ids) and other.digest != late.digest
+    numbers = (31, round(LANES / 12), 5000, 1, 12)  # ledgers hold this digest, and a replayed step must give it again
+    message = b"".join(n.to_bytes(8, "little") for n in numbers) + late.ids.astype("<i8").tobytes()
+    assert late.digest == hmac.new(DIGEST_KEY, message, hashlib.sha256).hexdigest()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])

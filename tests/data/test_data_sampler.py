@@ -16,11 +16,12 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from murmuration.accounting.sampling import Poisson, RandomAllocation
+from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
 from murmuration.data.draw.micro_batch import slots
 from murmuration.data.draw.node_placement import Placement, place
 from murmuration.data.draw.poisson import LANES, PoissonSampler
-from murmuration.data.draw.samplers import AllocationSampler
+from murmuration.data.draw.samplers import AllocationSampler, make_sampler
+from murmuration.data.draw.stream import StreamEpochs
 from murmuration.data.index.epochs import PublicEpochs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,10 +168,12 @@ print(len(draw.ids), peak, *draw.ids[-20:])
 
 def test_lanes_far_out() -> None:
     """Records beyond 2^31, without drawing the ones before: the counter's part of the stream is seekable."""
-    first = 2_000_000_000
-    stream = Cipher(algorithms.AES(KEY), modes.CTR(((5 << 64) + first // 4).to_bytes(16, "big"))).encryptor()
-    lanes = np.frombuffer(stream.update(bytes(16_000)), "<u4")
-    assert lanes.tolist() == [_lane(5, first + i) for i in range(4000)]
+    first, zero = 2_000_000_000, 6_922_369_087
+    drawn = _sampler(1 << 34, LANES // 7).part(5, first, first + 4000)
+    assert drawn.tolist() == [record for record in range(first, first + 4000) if _lane(5, record) < LANES // 7]
+    assert _lane(9, zero) == 0, "searched for, among 2^33: it is below every threshold"
+    for threshold in (1, LANES):
+        assert zero in _sampler(1 << 34, threshold).part(9, zero - 3, zero + 1)
 
 
 def test_memory_does_not_grow_with_the_records() -> None:
@@ -188,8 +191,8 @@ def allocated(records: int, slots: int) -> AllocationSampler:
     return AllocationSampler(KEY, DIGEST_KEY, records, slots)
 
 
-def placed(ends: list[int]) -> Placement:
-    return place(["a", "b"], np.array(ends), [np.array([True, True])])
+def placed(ends: list[int], names: str = "ab", held: int = 2) -> Placement:
+    return place(list(names), np.array(ends), [np.array([True] * held)])
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
@@ -214,8 +217,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
        for each in ([5, 3, 9], [3, 9, 5], [1, 2, 0], [3, 1])},
     **{f"shards that end at {each}": (lambda each=each: placed(each), "ends must rise")
        for each in ([5, 4], [5, 3], [-1, 3])},
+    "one name of two shards": (lambda: placed([2, 4], "a"), "one for each shard"),
+    "what a rank has of one shard of two": (lambda: placed([2, 4], held=1), "one for each shard"),
     **{f"ids {each} of 4": (lambda each=each: placed([2, 4]).rows(np.array(each), 0, 2), "beyond the last range")
        for each in ([-1, 3], [-1], [0, 4], [4])},
+    "a step before the first of a stream": (lambda: StreamEpochs(1, 8).ids(-1), "step -1 is negative"),
     "public epochs of none": (lambda: PublicEpochs(0, 1, KEY), "at least 1"),
 }  # fmt: skip
 
@@ -230,4 +236,5 @@ def test_what_cannot_be_drawn_is_refused(what: str) -> None:
 def test_what_lies_beside_it_is_drawn() -> None:
     assert _sampler(1, LANES).draw(0).ids.tolist() == [0] and placed([2, 4]).rows(np.array([0, 3]), 0, 2).size == 2
     assert allocated(40, 2).draw(1).rule == RandomAllocation(2)
-    assert allocated(40, 1 << 20).draw(1 << 20).rule == RandomAllocation(1 << 20)
+    for rule in (RandomAllocation(1 << 20), Poisson(LANES), CyclicPoisson(LANES // 2, 5)):
+        assert make_sampler(rule, KEY, DIGEST_KEY, 40).draw(1 << 20).rule == rule

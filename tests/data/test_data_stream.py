@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def test_one_lane_gives_every_record_once_per_epoch_as_webdataset_reads_it(shard
     assert len({tuple(epoch) for epoch in epochs}) == 3, "each epoch has an order of its own"
     for one, other in pairwise(epochs):
         assert abs(np.corrcoef(np.argsort(one), np.argsort(other))[0, 1]) < 0.45
+    before = os.listdir("/proc/self/fd")
     assert _texts(StreamIndex(str(shards), 1, 16), 10, range(5), b"another key") != steps[:5]
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1, "a shard is closed when it was read"
 
 
 def test_each_lane_goes_through_its_own_shards(shards: Path) -> None:
@@ -110,15 +113,16 @@ def test_threads_out_of_order_get_their_own_records(shards: Path) -> None:
     assert sum(len(lane._waiting) for lane in stream._lanes) <= 3 * 8, "what nobody asks for is not kept for ever"
 
 
-def test_out_of_order_within_two_steps_nothing_is_read_twice(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+@pytest.mark.parametrize("asked", [sorted, reversed])
+def test_in_any_order_within_two_steps_nothing_is_read_twice(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, asked: Callable[[range], Iterable[int]]
+) -> None:
     opened: list[int] = []
     real = Lane._open
     monkeypatch.setattr(Lane, "_open", lambda self, epoch: (opened.append(epoch), real(self, epoch))[1])
     stream = StreamIndex(str(shards), 1, 8).begin(KEY, 8)
     for first in (0, 16, 32):
-        for place in reversed(range(first, first + 16)):
+        for place in asked(range(first, first + 16)):
             stream.read(place)
     assert opened == [0]
 
@@ -127,6 +131,7 @@ def test_what_decides_the_order_is_in_the_digest_and_lanes_have_orders_of_their_
     assert len({StreamIndex(str(shards), lanes, buffer).manifest_digest for lanes in (1, 2) for buffer in (4, 8)}) == 4
     first, second = StreamIndex(str(shards), 2, 8).begin(KEY, 8)._lanes
     assert len({lane._seed(epoch, use) for lane in (first, second) for epoch in (0, 1) for use in (0, 1)}) == 8
+    assert first._seed(2, 1) == 0x5DC062393B90AE8E0AF1283D941C27F2, "a run goes on with the order that it began with"
 
 
 def _step_bytes(index: StreamIndex, steps: range, world: int, batch: int = 10) -> list[dict[int, bytes]]:
@@ -185,6 +190,8 @@ def _damage(how: str, path: Path) -> None:
         raw = raw[: members[-1].offset_data - 100]
     elif how == "cut before the end marker":
         raw = raw[: members[-1].offset_data + 512]
+    elif how == "cut in the end marker":
+        raw = raw[: members[-1].offset_data + 1024]
     elif how == "zeroed hole":
         raw[members[-4].offset : members[-3].offset] = bytes(members[-3].offset - members[-4].offset)
     elif how == "last header flipped":
@@ -195,7 +202,8 @@ def _damage(how: str, path: Path) -> None:
 
 
 DAMAGES = (
-    "cut in a member", "cut in a header", "cut before the end marker", "zeroed hole", "last header flipped", "empty",
+    "cut in a member", "cut in a header", "cut before the end marker", "cut in the end marker", "zeroed hole",
+    "last header flipped", "empty",
 )  # fmt: skip
 
 
@@ -205,6 +213,20 @@ def test_a_damaged_shard_stops_the_run_though_tarfile_is_silent(shards: Path, ho
     with pytest.raises(UnreadableError, match=r"1\.tar: ") as caught:
         _texts(StreamIndex(str(shards), 1, 4), 10, range(5))
     assert "object at" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_shard_that_is_gone_and_a_lane_without_a_record_stop_the_run(
+    shards: Path, write_tar: TarMaker, no_pauses: None
+) -> None:
+    index = StreamIndex(str(shards), 1, 4)
+    (shards / "1.tar").rename(shards / "other")
+    with pytest.raises(
+        UnreadableError, match=r"^\S+/1\.tar: cannot be read \(No such file or directory\); restore access$"
+    ):
+        _texts(index, 10, range(5))
+    write_tar(shards / "1.tar", [])
+    with pytest.raises(UnreadableError, match=r"1\.tar: no record in it or in the other shards of its lane"):
+        _texts(StreamIndex(str(shards / "1.tar"), 1, 4), 10, range(1))
 
 
 def test_a_shard_that_changes_between_epochs_stops_the_run(shards: Path, write_tar: TarMaker) -> None:
@@ -253,6 +275,8 @@ def test_what_cannot_be_streamed_is_refused(shards: Path, small_set: ShardIndex)
         StreamIndex(str(shards / "{0,9}.tar"), 1, 4)
     with pytest.raises(ShardError, match="plain"):
         StreamIndex("http://host/{0..3}.tar.gz", 1, 4)
+    with pytest.raises(ShardError, match="no place of their own"):
+        StreamIndex(str(shards), 1, 4).members(0, b"")
 
 
 def test_a_copy_of_a_private_shard_is_found(shards: Path, small_set: ShardIndex) -> None:

@@ -14,6 +14,7 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome
 
 from tests.mutation.session import path_of
 from tests.mutation.settings import groups
+from tests.mutation.tree import HERE
 
 REASONS = Path(__file__).with_name("survivors.toml")
 
@@ -29,6 +30,12 @@ class Known:
             for group in groups.values()
             for before, after in group["mutants"]
         }
+
+    def of_no_line(self) -> Iterator[tuple[str, str]]:
+        """Entries whose statement their file no longer has; lines may have been joined and indented otherwise."""
+        for file, before, _ in self._reasons:
+            if file != "*" and "".join(before.split()) not in "".join((HERE / file).read_text().split()):
+                yield file, before
 
     def why(self, file: str, how: str, diff: str) -> str | None:
         if how == "the same code":
@@ -99,6 +106,8 @@ def main() -> int:
             before, after = changes(diff)
             if why is None or not arguments.open:
                 print(f"\n{file}:{line} ({how})\n  - {before}\n  + {after}" + (f"\n  {why}" if why else ""))
+    for file, before in known.of_no_line():
+        print(f"\n{REASONS.name}: {file} has no such line any more; delete the entry\n  - {before}")
     return 0
 
 

@@ -140,15 +140,27 @@ def test_a_layer_that_reports_again_is_refused(tokens: int, again: slice) -> Non
 
 
 def test_a_use_that_never_came_is_measured_with_those_that_did() -> None:
-    accumulator = NormAccumulator({"v": 0}, 6, 0.0, False, CPU)
-    report, _ = twice(2)
+    """Among others of its group: by itself it would leave no norm at all, and records in doubt are measured again."""
+    accumulator = NormAccumulator(dict.fromkeys(GROUPS, 0), 6, 0.0, False, CPU)
+    own, (report, _) = layer(1, 3), twice(2)
+    accumulator.add(own, USES)
     accumulator.add(report, USES)
     norms = accumulator.norms(torch.ones(6, dtype=torch.bool))[0]
-    torch.testing.assert_close(norms, by_groups(written(report))[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms, by_groups(written([*own, *report])).square().sum(0).sqrt(), rtol=1e-6, atol=0)
 
 
-def test_the_rounding_of_bf16_is_the_largest_there_is() -> None:
+def test_the_rounding_of_bf16_is_the_largest_there_is_and_part_of_the_norm_where_operands_are_rounded() -> None:
     """Of all numbers between two powers of two, in steps of a thirty-second of bf16's."""
     numbers = 1 + torch.arange(1 << 12, dtype=torch.float64) / (1 << 12)
     largest = float(((numbers.bfloat16().double() - numbers).abs() / numbers).max())
     assert 0.98 * BF16_ROUNDING < largest <= BF16_ROUNDING
+    norms, measured = [], []
+    for rounded in (False, True):
+        accumulator = NormAccumulator({"w": 0, "b": 0}, 6, 0.0, rounded, CPU)
+        accumulator.add(layer(1, 3), USES)
+        norms.append(accumulator.norms(torch.ones(6, dtype=torch.bool)))
+        measured.append(accumulator.measured)
+    assert measured[0] is None and torch.equal(measured[1], norms[0])
+    assert bool((norms[1] > (1 + 0.98 * BF16_ROUNDING) * norms[0]).all()), (
+        "terms are together no shorter than their sum"
+    )

@@ -65,6 +65,7 @@ def test_what_is_measured_without_the_kernel_is_within_its_bound() -> None:
     """Where a weight is used twice, the kernel's bound also stands for what the uses have in common."""
     unit = torch.finfo(torch.float32).eps / 2
     assert PART > KERNEL_PART
+    assert all(chain(parts * PART, unit) == (PART + parts - 1) * unit for parts in (1, 2, 9)), "one addition per part"
     assert all(chain(width, unit) <= cut_off(width) for width in (*range(1, 2 * PART + 2), 768, 32768, 50257))
 
 

@@ -105,13 +105,17 @@ def test_parameters_in_half_precision_are_refused() -> None:
         prepared("book-keeping", ClipRule("flat", 1.0, 0.0), model, "bf16")
 
 
-def test_the_median_model_norm_is_not_moved_by_the_loss_scale() -> None:
-    """fp16 scales the loss; the norms that are reported and clipped are those without the scale."""
+def test_the_loss_scale_moves_no_norm_and_keeps_gradients_that_fp16_does_not_have() -> None:
+    """The norms that are reported and clipped are those without the scale."""
     model, inputs = CASES["mae"].model(), CASES["mae"].batch(6)
     norms = [r.norm() for r in brute_force.records_of(model, inputs)]
     clip = prepared("book-keeping", ClipRule("flat", 1.0, 0.0), model, "fp16")
     _, (seen,) = summed(clip, model, [(inputs, torch.ones(6, dtype=torch.bool))])
     assert float(seen.norms.median()) == pytest.approx(statistics.median_low(norms), rel=0.05)
+    clip, small = BookKeepingClip(ClipRule("flat", 1.0, 0.0), "fp16"), 1e-8
+    given = {"x": torch.ones(1, 2, 6), "g": torch.full((1, 2, 4), small)}
+    _, seen = clipped_totals(clip, Given(4, 6), given, torch.ones(1, dtype=torch.bool))
+    assert float(seen.norms) == pytest.approx(2 * small * math.sqrt(24), rel=0.01)
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bf16", 0.1), ("fp16", 0.02)])

@@ -14,6 +14,7 @@ from murmuration.train.clip.accumulator import NormAccumulator
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.per_record import Dense
 from murmuration.train.clip.rule import ClipError
+from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from tests.support.clip_world import FLAT, Body
 from tests.support.train_helpers import Toy, toy_batch
 
@@ -32,9 +33,18 @@ def reentrant(body: Any, x: Tensor) -> Tensor:
     return out
 
 
+@torch.jit.script
+def scripted(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
 REFUSED: list[tuple[str, Callable[[Any, Tensor], Tensor]]] = [
     ("does not use second", lambda body, x: body.first(x)),
     ("use_reentrant=False", reentrant),
+    (
+        "second.weight reaches the loss past the clip engine",
+        lambda body, x: body.second(body.first(x)) + scripted(body.first(x), body.second.weight),
+    ),
 ]
 
 
@@ -54,6 +64,48 @@ def test_a_scripted_part_hides_its_parameters_and_is_refused() -> None:
     batch = toy_batch(4)
     with pytest.raises(ClipError, match=r"second\.(weight|bias)"):
         BookKeepingClip(FLAT).add_clipped(model, batch.inputs, batch.present, _Nowhere())
+
+
+class Seeing(Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("it was given records")
+
+
+def test_a_tensor_with_functions_of_its_own_is_refused() -> None:
+    model, batch = Toy(), toy_batch(4)
+    model.register_buffer("table", torch.ones(3).as_subclass(Seeing))
+    with pytest.raises(ClipError, match="table is a Seeing, whose functions are given all records together"):
+        BookKeepingClip(FLAT).add_clipped(model, batch.inputs, batch.present, _Nowhere())
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.troubles = nn.Linear(3, 2), iter(())
+
+    def forward(self, inputs: Any) -> Tensor:
+        for trouble in self.troubles:
+            raise RuntimeError(trouble)
+        return nn.functional.cross_entropy(self.layer(inputs["x"]), inputs["label"], reduction="none")
+
+
+def test_a_record_that_the_model_cannot_compute_ends_the_pass_until_it_may_be_left_out() -> None:
+    clip, model, everyone = BookKeepingClip(FLAT), Labelled(), torch.ones(4, dtype=torch.bool)
+    inputs = {"x": torch.randn(4, 3), "label": torch.tensor([0, 1, 4321, 1])}
+    sums = ExactSums(trainable_shapes(model), torch.device("cpu"))
+    with pytest.raises(IndexError):
+        clip.add_clipped(model, inputs, everyone, sums)
+    assert clip.left_out == 0 and not sums.flat.any()
+    clip.leaves_out = True
+    seen = clip.add_clipped(model, inputs, everyone, sums)
+    assert clip.left_out == 1 and seen.losses.isnan().tolist() == [False, False, True, False]
+    assert (seen.factors > 0).tolist() == [True, True, False, True] and bool(sums.flat.any())
+    with pytest.raises(IndexError):
+        clip.add_clipped(model, inputs, everyone, _Nowhere())
+    model.troubles = iter(["which no record by itself has"])
+    with pytest.raises(RuntimeError, match="which no record by itself has"):
+        clip.add_clipped(model, {**inputs, "label": torch.ones(4).long()}, everyone, sums)
 
 
 class _Nowhere:

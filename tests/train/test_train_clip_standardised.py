@@ -235,6 +235,19 @@ def test_the_bound_holds_whatever_is_taken_away(elements: int, drowned: float, t
     assert bool((found.doubt > TOLERANCE * exact)[beyond].all()), "too much is taken away to be added up in fp32"
 
 
+def test_tokens_that_cancel_leave_the_doubt_of_their_lengths() -> None:
+    draw, tokens = torch.Generator().manual_seed(0), 300
+    by = Standardisation.of(torch.randn(1, 5, 64, generator=draw), None, 1e-6)
+    left, right = torch.ones(3, tokens, 5), 8 * torch.randn(3, 1, 64, generator=draw).expand(3, tokens, 64)
+    left[:, ::2] = -1
+    piece = ViaStandardisation("w", OuterProduct("", left, right.clone(), by.shape), torch.zeros(5, 64), by)
+    found, scaled = measure([piece]), piece.scaled()
+    assert isinstance(scaled, OuterProduct) and found.doubt is not None
+    length = (scaled.left.double().norm(dim=2) * scaled.right.double().norm(dim=2)).sum(1)
+    error = tokens * torch.finfo(torch.float32).eps * length
+    assert bool((found.doubt >= (2 * found.square.clamp(min=0.0).sqrt() + error) * error).all())
+
+
 def test_stretches_of_a_row_are_short_and_leave_nothing_out() -> None:
     for elements in (1, 7, 64, 147, 512, 513, 521, 1153, 4608):
         sizes: list[int] = []

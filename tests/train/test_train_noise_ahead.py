@@ -160,6 +160,7 @@ def test_a_failure_in_a_thread_fails_where_the_noise_is_taken(ahead: NoiseAhead,
 def test_with_another_deviation_the_draws_are_the_same_ones_scaled(ahead: NoiseAhead, watched: Watched) -> None:
     ahead.prepare(3)
     wider = ahead.at(4.5)
+    assert not ahead._drawing, "what it has drawn is discarded"
     assert (wider.std, wider.divisor, ahead.std) == (4.5, 10.0, 1.5) and ahead.at(1.5) is ahead
     wider.prepare(3)
     assert same(taken(wider, 3), taken(AESNoise(KEY, 4.5, 10.0), 3))
