@@ -100,8 +100,15 @@ def attributes_of(model: nn.Module) -> dict[str, str]:
     """What Python keeps in each module, as words that change when it does: numbers, lengths, digests of tensors. The
     model's own weights and buffers, which an LSTM keeps in a list as well, are looked at by themselves."""
     found: dict[str, str] = {}
-    own = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    # As the modules hold them: an engine that shards may list others.
+    own = {
+        id(tensor): f"{path}.{name}"
+        for path, module in modules.items()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+    for path, module in modules.items():
         place = f"{path}." if path else ""
         for name, value in vars(module).items():
             if name not in OF_MODULES and not name.startswith(OF_ENGINES):
