@@ -92,7 +92,7 @@ def certified(journal: Journal, extra: dict[str, Any] | None = None, key: RunKey
     return document
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """The ledger with some lines changed and every hash made anew, as a forger would do it."""
     path = folder / "ledger.jsonl"
     previous, lines = GENESIS, []
@@ -104,3 +104,25 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         previous = entry.hash
         lines.append(entry.line)
     path.write_bytes(b"".join(lines))
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def to(places: dict[str, Any]) -> Change:
+    """Other values at places like "claim.epsilon" and "limits.events.0", or what functions make of those there."""
+
+    def change(document: dict[str, Any]) -> None:
+        for place, value in places.items():
+            holder: Any = document
+            *way, last = place.split(".")
+            for key in way:
+                holder = holder[int(key) if key.isdigit() else key]
+            holder[last] = value(holder.get(last)) if callable(value) else value
+
+    return change
+
+
+def on(kinds: str, places: dict[str, Any]) -> Change:
+    """In the lines of these kinds alone."""
+    return lambda line: to(places)(line) if line["kind"] in kinds.split() else None
