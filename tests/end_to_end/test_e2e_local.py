@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launching import TIMEOUT, Launch, opened_steps, wait_for
+from tests.support.runs import toy
 
 Make = Callable[..., tuple[Launch, Path]]
 LOCAL: dict[str, Any] = {"launcher": "python", "arguments": ["--set", 'run.engine="local"']}
@@ -22,7 +23,7 @@ def test_several_processes_of_it_are_refused_in_a_sentence(launch: Make) -> None
 
 def test_what_can_no_longer_be_private_is_said_before_the_first_step(launch: Make) -> None:
     """A run goes on with a phase of which nobody had thought, and turns out to be the best of several."""
-    job, run_dir = launch("longer", lambda config: config["run"].pop("debug_seed"), **LOCAL)
+    job, run_dir = launch("longer", lambda config: (toy(config), config["run"].pop("debug_seed"))[0], **LOCAL)
     process = job.start(hold_after_opened=1)
     wait_for(lambda: opened_steps(run_dir), process)
     (run_dir / "stop").touch()
