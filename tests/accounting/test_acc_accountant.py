@@ -105,7 +105,7 @@ def test_readers_see_four_digits_of_epsilon_and_three_of_delta_rounded_up() -> N
     for number in range(319_500, 320_000):
         least = math.nextafter(number / 1e4, math.inf)  # times 1e4, some of these round to the number itself
         assert round_up(least) == (number + 1) / 1e4
-    for value in (1e-5, 1.2341e-6, 9.996e-9, 0.5, 1 / 3, 2 / 3e7):
+    for value in (1e-5, 1.2341e-6, 9.996e-9, 2.1449e-9, 4.27707e-9, 0.5, 1 / 3, 2 / 3e7):
         shown = float(show_delta(value))
         assert value <= shown <= value * 1.011
     assert show_delta(1.2341e-6) == "1.24e-06" and show_delta(1e-5) == "1e-05"

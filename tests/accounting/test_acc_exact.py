@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -25,31 +23,30 @@ from murmuration.accounting.epsilon.accountant import delta_at, epsilon
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma, enlarged
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
-from murmuration.accounting.ledger.facts import MetricFact, StepFacts
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.metrics import PlannedMetric
-from murmuration.accounting.noise import EXACT, GRID_GROWTH, ExactGrid, fits_grid
-from murmuration.accounting.plan import PrivacyPlan
-from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, facts, rewritten, whole_run
+from murmuration.accounting.noise import GRID_GROWTH, ExactGrid, fits_grid
+from tests.support.acc_world import (
+    GRID,
+    KEY,
+    PLAN,
+    Change,
+    begin,
+    certified,
+    document_of,
+    facts,
+    on,
+    rewritten,
+    whole_run,
+)
 
-GRID = 2.0**-22
 EXACT_PLAN = replace(PLAN, noise=ExactGrid(), steps=3)
-
-
-def exact_facts(step: int, plan: PrivacyPlan = EXACT_PLAN, **noise: Any) -> StepFacts:
-    honest = facts(step, plan)
-    return replace(honest, noise=replace(honest.noise, generator=EXACT, **({"grid": GRID} | noise)))
+OF_A_LOSS = replace(EXACT_PLAN, metrics=(PlannedMetric("loss", 2.0, 40.0),))
 
 
 def exact_run(folder: Path) -> Journal:
-    journal = begin(folder, EXACT_PLAN)
-    for step in (1, 2, 3):
-        journal.open_step(0, step, exact_facts(step))
-        journal.commit_step(0, step, exact_facts(step))
-    journal.checkpointed(0, 3, "digest")
-    journal.finish()
-    return journal
+    return whole_run(folder, plan=EXACT_PLAN)
 
 
 OF_THE_TRAINER = {"known_deviations": ["of the trainer"]}
@@ -94,78 +91,33 @@ def test_steps_of_a_lost_part_may_have_had_any_noise(tmp_path: Path) -> None:
 
 def test_ledgers_without_a_grid_are_written_as_they_were() -> None:
     assert "grid" not in json.dumps(facts(1).as_dict()) and "grid" not in json.dumps(PLAN.as_dict())
-    assert exact_facts(1).as_dict()["noise"]["grid"] == GRID
+    assert facts(1, EXACT_PLAN).as_dict()["noise"]["grid"] == GRID
 
 
-# What is refused.
-
-
-def _metric(**changes: Any) -> tuple[MetricFact, ...]:
-    return (replace(MetricFact("loss", 2.0, 40.0, GRID), **changes),)
-
-
-REFUSED: dict[str, tuple[PrivacyPlan, StepFacts, str]] = {
-    "continuous noise": (
-        EXACT_PLAN, replace(exact_facts(1), noise=replace(facts(1).noise, grid=GRID)), "says that the noise is exact",
-    ),
-    "exact noise without a charge": (PLAN, exact_facts(1, PLAN), "charges nothing for that"),
-    "a grid without exact noise": (
-        PLAN, replace(facts(1), noise=replace(facts(1).noise, grid=GRID)), "charges nothing for that",
-    ),
-    "no grid": (EXACT_PLAN, exact_facts(1, grid=0.0), "charges no more"),
-    "a grid too coarse": (EXACT_PLAN, exact_facts(1, grid=2.0**-21), "charges no more"),
-    "too many elements": (EXACT_PLAN, exact_facts(1, elements=100), "charges no more"),
-    "a grid that is no power of two": (EXACT_PLAN, exact_facts(1, grid=3e-7), "charges no more"),
-    "a metric without a grid": (
-        replace(EXACT_PLAN, metrics=(PlannedMetric("loss", 2.0, 40.0),)),
-        replace(exact_facts(1), metrics=_metric(grid=0.0)), "rounds 1 numbers",
-    ),
-    "a metric's grid too coarse": (
-        replace(EXACT_PLAN, metrics=(PlannedMetric("loss", 2.0, 40.0),)),
-        replace(exact_facts(1), metrics=_metric(grid=2.0**-18)), "rounds 1 numbers",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_step_that_is_not_as_its_plan_says_is_never_opened(tmp_path: Path, what: str) -> None:
-    plan, wrong, says = REFUSED[what]
-    journal = begin(tmp_path, plan)
-    with pytest.raises(LedgerError, match=says):
-        journal.open_step(0, 1, wrong)
-    assert journal.history.steps() == (0, 0)
-    journal.ledger.close()
+# What is refused; test_acc_journal.py has steps that are not as their plan says.
 
 
 def test_metrics_are_charged_with_the_gradient_and_the_grid(tmp_path: Path) -> None:
-    plan = replace(EXACT_PLAN, metrics=(PlannedMetric("loss", 2.0, 40.0),))
-    journal = begin(tmp_path, plan)
-    journal.open_step(0, 1, replace(exact_facts(1), metrics=_metric()))
+    journal = begin(tmp_path, OF_A_LOSS)
+    journal.open_step(0, 1, facts(1, OF_A_LOSS))
     together = (20.0**-2 + 20.0**-2) ** -0.5 / (1 + 1e-6)
-    assert journal.history.charged() == [Event(1.0, plan.effective_noise_multiplier, 1)]
-    assert plan.effective_noise_multiplier == pytest.approx(together, rel=1e-14)
+    assert journal.history.charged() == [Event(1.0, OF_A_LOSS.effective_noise_multiplier, 1)]
+    assert OF_A_LOSS.effective_noise_multiplier == pytest.approx(together, rel=1e-14)
     journal.ledger.close()
 
 
 def test_another_grid_than_announced_puts_a_step_outside_any_accounting() -> None:
-    fault = exact_facts(1).fault_of(exact_facts(1, grid=GRID / 2))
-    assert fault is not None and "another grid" in fault and exact_facts(1).fault_of(exact_facts(1)) is None
-    with_metric = replace(exact_facts(1), metrics=_metric())
-    assert "another grid" in (with_metric.fault_of(replace(with_metric, metrics=_metric(grid=GRID / 2))) or "")
+    honest, finer = facts(1, OF_A_LOSS), facts(1, OF_A_LOSS, grid=GRID / 2)
+    assert honest.fault_of(honest) is None
+    for other in (replace(honest, noise=finer.noise), replace(honest, metrics=finer.metrics)):
+        assert "another grid" in (honest.fault_of(other) or "")
 
 
-def _line(kind: str, change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    return lambda fields: change(fields) if fields["kind"] == kind else None
-
-
-FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
-    "the plan charges nothing": _line("plan", lambda f: f["plan"].pop("noise")),
-    "the plan charges less": _line("plan", lambda f: f["plan"]["noise"].update(growth=1e-8)),
-    "the plan charges more than there is": _line("plan", lambda f: f["plan"]["noise"].update(growth=0.5)),
-    "another generator": _line("open", lambda f: f["facts"]["noise"].update(generator="aes-256-ctr")),
-    "no grid": _line("open", lambda f: f["facts"]["noise"].pop("grid")),
-    "a coarser grid": _line("open", lambda f: f["facts"]["noise"].update(grid=2.0**-10)),
-    "another grid at the commit": _line("commit", lambda f: f["facts"]["noise"].update(grid=2.0**-10)),
+FORGED: dict[str, Change] = {
+    "the plan charges nothing": on("plan", {"plan": lambda plan: {k: v for k, v in plan.items() if k != "noise"}}),
+    "the plan charges less": on("plan", {"plan.noise.growth": 1e-8}),
+    "the plan charges more than there is": on("plan", {"plan.noise.growth": 0.5}),
+    "another grid at the commit": on("commit", {"facts.noise.grid": 2.0**-10}),
 }
 
 

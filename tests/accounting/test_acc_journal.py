@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from murmuration.accounting.banded import best_banded
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.event import Event
@@ -17,12 +18,15 @@ from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.copied_run import recognise
 from murmuration.accounting.ledger.facts import MetricFact, StepFacts, combined_sigma
 from murmuration.accounting.metrics import PlannedMetric
+from murmuration.accounting.noise import EXACT as EXACT_NOISE
+from murmuration.accounting.noise import ExactGrid
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.sampling import Poisson
+from murmuration.accounting.sampling import AnySampling, CyclicPoisson, Poisson, RandomAllocation
 from murmuration.accounting.strict_json import read
 from tests.support.acc_world import (
     CONFIG,
     DATA,
+    GRID,
     PLAN,
     SIGNER,
     begin,
@@ -37,8 +41,9 @@ from tests.support.acc_world import (
 MEASURED = replace(PLAN, metrics=(PlannedMetric("loss", 2.0, 80.0),))
 
 
-def measured(plan: PrivacyPlan) -> tuple[MetricFact, ...]:
-    return tuple(MetricFact(metric.name, metric.bound, metric.std) for metric in plan.metrics)
+EXACT = replace(PLAN, noise=ExactGrid())
+BANDED = replace(PLAN, records=101, sampling=CyclicPoisson(2**32, 4), noise=best_banded(4, 40))
+ALLOCATED = replace(PLAN, records=101, sampling=RandomAllocation(4), noise_multiplier=2.0, steps=12, epsilon_budget=8.0)
 
 
 def test_a_step_is_opened_before_it_is_committed(tmp_path: Path) -> None:
@@ -107,28 +112,66 @@ def test_a_commit_outside_any_accounting_makes_the_run_not_private(tmp_path: Pat
         verify(tmp_path)
 
 
+def drawn(rule: AnySampling) -> Callable[[StepFacts], StepFacts]:
+    return lambda f: replace(f, sampling=replace(f.sampling, rule=rule))
+
+
+def noised(**changes: Any) -> Callable[[StepFacts], StepFacts]:
+    return lambda f: replace(f, noise=replace(f.noise, **changes))
+
+
+def clipped(**changes: Any) -> Callable[[StepFacts], StepFacts]:
+    return lambda f: replace(f, clipping=replace(f.clipping, **changes))
+
+
+def correlated(**changes: Any) -> Callable[[StepFacts], StepFacts]:
+    return lambda f: noised(correlation=f.noise.correlation and replace(f.noise.correlation, **changes))(f)
+
+
+def released(*metric: Any) -> Callable[[StepFacts], StepFacts]:
+    return lambda f: replace(f, metrics=(MetricFact(*metric),) if metric else ())
+
+
+OF_LOSS = replace(MEASURED, noise=ExactGrid())
+NOISE, GRID_CHARGED = "states the deviation of the noise", "charges no more"
+BY_TURNS, BY_EPOCHS = "but its plan says .* of one of 4 parts", "but its plan says random allocation to epochs of 4"
+
 CONTRADICTIONS: dict[str, tuple[PrivacyPlan, Callable[[StepFacts], StepFacts], str]] = {
-    "rate": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, rule=Poisson(1))), "with K = 1, but"),
+    "rate": (PLAN, drawn(Poisson(1)), "with K = 1, but"),
     "n": (PLAN, lambda f: replace(f, sampling=replace(f.sampling, records=99)), "states n = 99"),
-    "divisor": (PLAN, lambda f: replace(f, noise=replace(f.noise, divisor=97.0)), "states the divisor = 97"),
-    "noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=1e9)), "states the deviation of the noise = 1000"),
-    "no noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=0.0)), "states the deviation of the noise"),
-    "less noise": (PLAN, lambda f: replace(f, noise=replace(f.noise, std=19.0)), "states the deviation of the noise"),
-    "sensitivity": (
-        PLAN, lambda f: replace(f, clipping=replace(f.clipping, sensitivity=1e-9)), "states the sensitivity 1e-09",
-    ),
-    "no bound": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, sensitivity=-1.0)), "states the sensitivity"),
-    "rule": (PLAN, lambda f: replace(f, clipping=replace(f.clipping, rule="none")), "clips by the rule 'none'"),
-    "generator": (PLAN, lambda f: replace(f, noise=replace(f.noise, generator="rand()")), "draws noise from 'rand"),
-    "elements": (PLAN, lambda f: replace(f, noise=replace(f.noise, elements=0)), "noise for no element"),
-    "a metric more": (PLAN, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 80.0),)), "differ from its plan"),
-    "a metric less": (MEASURED, lambda f: replace(f, metrics=()), "differ from its plan"),
-    "a metric's noise": (
-        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 2.0, 1e9),)), "differ from its plan",
-    ),
-    "a metric's bound": (
-        MEASURED, lambda f: replace(f, metrics=(MetricFact("loss", 1e-9, 80.0),)), "differ from its plan",
-    ),
+    "divisor": (PLAN, noised(divisor=97.0), "states the divisor = 97"),
+    "noise": (PLAN, noised(std=1e9), f"{NOISE} = 1000"),
+    "no noise": (PLAN, noised(std=0.0), NOISE),
+    "less noise": (PLAN, noised(std=19.0), NOISE),
+    "sensitivity": (PLAN, clipped(sensitivity=1e-9), "states the sensitivity 1e-09"),
+    "no bound": (PLAN, clipped(sensitivity=-1.0), "states the sensitivity"),
+    "rule": (PLAN, clipped(rule="none"), "clips by the rule 'none'"),
+    "generator": (PLAN, noised(generator="rand()"), "draws noise from 'rand"),
+    "elements": (PLAN, noised(elements=0), "noise for no element"),
+    "a metric more": (PLAN, released("loss", 2.0, 80.0), "differ from its plan"),
+    "a metric less": (MEASURED, released(), "differ from its plan"),
+    "a metric's noise": (MEASURED, released("loss", 2.0, 1e9), "differ from its plan"),
+    "a metric's bound": (MEASURED, released("loss", 1e-9, 80.0), "differ from its plan"),
+    "continuous noise": (EXACT, noised(generator="aes-256-ctr"), "says that the noise is exact"),
+    "exact noise without a charge": (PLAN, noised(generator=EXACT_NOISE, grid=GRID), "charges nothing for that"),
+    "a grid without exact noise": (PLAN, noised(grid=GRID), "charges nothing for that"),
+    "no grid": (EXACT, noised(grid=0.0), GRID_CHARGED),
+    "a grid too coarse": (EXACT, noised(grid=2 * GRID), GRID_CHARGED),
+    "too many elements": (EXACT, noised(elements=100), GRID_CHARGED),
+    "a grid that is no power of two": (EXACT, noised(grid=3e-7), GRID_CHARGED),
+    "a metric without a grid": (OF_LOSS, released("loss", 2.0, 80.0), "rounds 1 numbers"),
+    "a metric's grid too coarse": (OF_LOSS, released("loss", 2.0, 80.0, 2.0**-18), "rounds 1 numbers"),
+    "bands: all records drawn from": (BANDED, drawn(Poisson(2**32)), BY_TURNS),
+    "bands: other parts": (BANDED, drawn(CyclicPoisson(2**32, 5)), BY_TURNS),
+    "bands: the rate of all records": (BANDED, drawn(CyclicPoisson(2**30, 4)), BY_TURNS),
+    "bands: independent noise": (BANDED, noised(correlation=None), "noise of another matrix than"),
+    "bands: another matrix": (BANDED, correlated(matrix="a"), "noise of another matrix than"),
+    "bands: less noise": (BANDED, correlated(added=1.0), "noise of another matrix than"),
+    "epochs: a Poisson sample": (ALLOCATED, drawn(Poisson(2**30)), BY_EPOCHS),
+    "epochs: others": (ALLOCATED, drawn(RandomAllocation(5)), BY_EPOCHS),
+    "epochs: turns": (ALLOCATED, drawn(CyclicPoisson(2**30, 4)), BY_EPOCHS),
+    "epochs: less noise": (ALLOCATED, noised(std=1.0), NOISE),
+    "epochs: another divisor": (ALLOCATED, noised(divisor=100.0), "states the divisor = 100"),
 }  # fmt: skip
 
 
@@ -137,20 +180,16 @@ def test_a_step_that_contradicts_its_plan_is_neither_opened_nor_believed(tmp_pat
     """Refused by the journal; a forged ledger that is consistent in itself is refused by every reader."""
     plan, change, sentence = CONTRADICTIONS[name]
     journal = begin(tmp_path, plan)
-    for step in (1, 2):
-        honest = replace(facts(step, plan), metrics=measured(plan))
-        journal.open_step(0, step, honest)
-        journal.commit_step(0, step, honest)
+    train(journal, range(1, 3), plan)
     with pytest.raises(LedgerError, match=sentence):
-        journal.open_step(0, 3, change(replace(facts(3, plan), metrics=measured(plan))))
+        journal.open_step(0, 3, change(facts(3, plan)))
     assert journal.history.steps()[0] == 2
     journal.ledger.close()
     assert verify(tmp_path).opened == 2
 
     def forge(fields: dict[str, Any]) -> None:
         if fields["kind"] in ("open", "commit"):
-            forged = change(replace(facts(fields["step"], plan), metrics=measured(plan)))
-            fields["facts"] = forged.as_dict()
+            fields["facts"] = change(facts(fields["step"], plan)).as_dict()
 
     rewritten(tmp_path, forge)
     with pytest.raises(LedgerError, match=f"line 4: .*{sentence}"):

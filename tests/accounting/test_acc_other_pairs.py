@@ -22,7 +22,6 @@ from murmuration.accounting.event import Event
 
 ONE_STEP = [Event(1.0, 0.6529, 1)]
 DPCAP = Event(24077779 / 2**32, 0.70711, 5708)
-TRANSFER = Event(3515232306 / 2**32, 1.70266, 12)
 
 
 def test_full_batches_are_a_gaussian_that_moves_further() -> None:

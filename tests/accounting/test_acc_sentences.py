@@ -31,11 +31,10 @@ from murmuration.accounting.epsilon import accountant
 from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import RunKey
-from murmuration.accounting.ledger.facts import MetricFact, StepFacts
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import Origin
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
-from murmuration.accounting.noise import GRID_GROWTH, CorrelationFact, ExactGrid
+from murmuration.accounting.noise import GRID_GROWTH, ExactGrid
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation, threshold_for
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
@@ -185,24 +184,10 @@ class World:
         assert least <= float(told) <= min(100.0, most), (told, 100 * true)
 
 
-def facts(step: int, plan: PrivacyPlan) -> StepFacts:
-    """Those of honest parts, whatever the plan asks of them."""
-    honest = acc_world.facts(step, plan)
-    noise = honest.noise
-    if isinstance(plan.noise, BandedNoise):
-        noise = replace(noise, correlation=CorrelationFact(plan.noise.digest, noise.std * plan.noise.spread(step, 1)))
-    if isinstance(plan.noise, ExactGrid):
-        noise = replace(noise, generator="aes-256-ctr-exact", grid=2.0**-22)
-    metrics = tuple(MetricFact(m.name, m.bound, m.std) for m in plan.metrics)
-    return replace(honest, noise=noise, metrics=metrics)
-
-
 def begun(folder: Path, plan: PrivacyPlan, steps: int, finish: bool = True, debug: bool = False) -> Journal:
     folder.mkdir(exist_ok=True)
     journal = acc_world.begin(folder, plan, debug, RunKey.from_debug_seed(1) if debug else acc_world.KEY)
-    for step in range(1, steps + 1):
-        journal.open_step(0, step, facts(step, plan))
-        journal.commit_step(0, step, facts(step, plan))
+    acc_world.train(journal, range(1, steps + 1), plan)
     journal.checkpointed(0, steps, "digest")
     if finish:
         journal.finish()

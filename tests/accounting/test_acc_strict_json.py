@@ -83,7 +83,11 @@ def test_fifty_thousand_keys_are_told_apart_in_one_pass() -> None:
         parse("{" + keys + ',"k7":2}')
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+# Whoever reads a file calls the same function: one of each sentence is enough.
+AT_DOORS = ("65 bits", "lists, 50,000 deep", "huge exponent", "equal keys", "UTF-16", "nothing")
+
+
+@pytest.mark.parametrize("name", AT_DOORS)
 def test_a_hostile_certificate_is_refused_by_name(tmp_path: Path, name: str) -> None:
     certified(whole_run(tmp_path))
     verify(tmp_path)
@@ -95,7 +99,7 @@ def test_a_hostile_certificate_is_refused_by_name(tmp_path: Path, name: str) -> 
         verify(tmp_path / "certificate.json")
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", AT_DOORS)
 def test_a_hostile_line_of_the_ledger_and_a_hostile_manifest_are_refused_by_name(tmp_path: Path, name: str) -> None:
     journal = whole_run(tmp_path)
     journal.ledger.close()

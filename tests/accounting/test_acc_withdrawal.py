@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson, RandomAllocation
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
-from tests.support.acc_world import KEY, PLAN, SIGNER, begin, certified, train, whole_run
+from tests.support.acc_world import KEY, PLAN, SIGNER, Change, begin, certified, to, train, whole_run
 
 SAMPLED = replace(PLAN, sampling=Poisson(2**29), noise_multiplier=1.0)
 PATIENT = Unit("patient_id")
@@ -200,25 +199,21 @@ def test_runs_that_promise_nothing_or_do_not_verify_get_none(
     assert code == 5 and told.count("\n") == 1
 
 
-def _bound(change: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda document: document["bound"].update(change)
-
-
-FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
-    "epsilon": _bound({"epsilon": 0.01}),
-    "epsilon as a word": _bound({"epsilon": "0.2"}),
-    "a number more": _bound({"epsilon_of_two": 0.1}),
-    "found": lambda document: document["bound"]["true_positives"][0].update(at_most=0.001),
-    "advantage": _bound({"advantage": 0.0}),
-    "steps": _bound({"holds_for": "all"}),
-    "records": lambda document: document["withdrawn"].update(records=30),
-    "many records": lambda document: document["withdrawn"].update(records=10**9),
+FORGED: dict[str, Change] = {
+    "epsilon": to({"bound.epsilon": 0.01}),
+    "epsilon as a word": to({"bound.epsilon": "0.2"}),
+    "a number more": to({"bound.epsilon_of_two": 0.1}),
+    "found": to({"bound.true_positives.0.at_most": 0.001}),
+    "advantage": to({"bound.advantage": 0.0}),
+    "steps": to({"bound.holds_for": "all"}),
+    "records": to({"withdrawn.records": 30}),
+    "many records": to({"withdrawn.records": 10**9}),
     "no records": lambda document: document.pop("withdrawn"),
-    "words": lambda document: document.update(statement="Nothing can be found."),
+    "words": to({"statement": "Nothing can be found."}),
     "not covered": lambda document: document["not_covered"].pop(),
     "answers": lambda document: document["answers"][EDPB].pop(),
-    "more": lambda document: document.update(note="anonymous"),
-    "format": lambda document: document.update(format="murmuration-statement/2"),
+    "more": to({"note": "anonymous"}),
+    "format": to({"format": "murmuration-statement/2"}),
 }
 
 

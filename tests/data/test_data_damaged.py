@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import re
-import tarfile
 
 import pytest
 
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import parse
+from tests.support.tars import tar
 
 
 def record() -> bytes:
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name, content in (("a" * 120 + ".jpg", b"x" * 700), ("a" * 120 + ".txt", b"words")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    members = raw.getvalue().rstrip(b"\0")  # without the archive's end
+    raw = tar([("a" * 120, {"jpg": b"x" * 700, "txt": b"words"})])
+    members = raw.rstrip(b"\0")  # without the archive's end
     return members + b"\0" * (-len(members) % 512)
 
 

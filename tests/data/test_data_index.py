@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
@@ -28,15 +27,6 @@ from murmuration.data.store.tar import parse
 LONG = "folder/" + "k" * 300
 
 
-def _write_tarfile(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=form) as archive:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
-
-
 def _headers(path: Path) -> list[int]:
     """Start of every header block, by tarfile: extension headers and plain ones."""
     with tarfile.open(path) as archive:
@@ -59,11 +49,11 @@ def test_offsets_are_eight_bytes_per_record_and_agree_with_tarfile(small_set: Sh
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_long_and_foreign_names(tmp_path: Path, form: int) -> None:
+def test_long_and_foreign_names(tmp_path: Path, write_members: Callable[..., Path], form: int) -> None:
     members = [(f"{LONG}{i}.{suffix}", f"{i}{suffix}".encode()) for i in range(3) for suffix in ("jpg", "seg.PNG")]
     # The plain name last: a long name must not stick to the member after it.
     members += [("ünïcode.jpg", b"u"), (f"{LONG}x.jpg", b"x"), ("y.jpg", b"y")]
-    _write_tarfile(tmp_path / "a.tar", members, form)
+    write_members(tmp_path / "a.tar", members, form)
     index = build(tmp_path)
     reader = ShardReader(index)
     assert [reader.read(i) for i in range(6)] == [
@@ -74,20 +64,18 @@ def test_long_and_foreign_names(tmp_path: Path, form: int) -> None:
     ]
 
 
-def test_ustar_prefix_folders_and_members_that_are_no_records(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name in ("README", "p" * 90 + "/" + "q" * 60 + "/a.jpg", "folder", "__meta__/x.json", "b.jpg"):
-            info = tarfile.TarInfo(name)
-            info.type = tarfile.DIRTYPE if name == "folder" else tarfile.REGTYPE
-            info.size = 0 if name == "folder" else 3
-            archive.addfile(info, io.BytesIO(b"abc"))
+def test_ustar_prefix_folders_and_members_that_are_no_records(
+    tmp_path: Path, write_members: Callable[..., Path]
+) -> None:
+    names = ("README", "p" * 90 + "/" + "q" * 60 + "/a.jpg", "folder/", "__meta__/x.json", "b.jpg")
+    write_members(tmp_path / "a.tar", [(name, b"abc") for name in names], tarfile.USTAR_FORMAT)
     index = build(tmp_path)
     assert index.records == 2
     assert [ShardReader(index).read(i) for i in range(2)] == [{"jpg": b"abc"}] * 2
 
 
-def test_damaged_header_and_links_are_refused(tmp_path: Path) -> None:
-    path = _write_tarfile(tmp_path / "a.tar", [("a.jpg", b"1"), ("b.jpg", b"2")])
+def test_damaged_header_and_links_are_refused(tmp_path: Path, write_members: Callable[..., Path]) -> None:
+    path = write_members(tmp_path / "a.tar", [("a.jpg", b"1"), ("b.jpg", b"2")])
     raw = bytearray(path.read_bytes())
     raw[1024 + 3] ^= 1
     path.write_bytes(raw)
@@ -104,8 +92,10 @@ def test_damaged_header_and_links_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names", [["a.jpg", "b.jpg", "a.txt"], ["a.jpg", "a.jpg"], ["a.jpg", "a.JPG"], ["x/a.jpg", "b.jpg", "x/a.jpg"]]
 )
-def test_a_key_that_occurs_twice_is_refused(tmp_path: Path, names: list[str]) -> None:
-    _write_tarfile(tmp_path / "a.tar", [(name, b"1") for name in names])
+def test_a_key_that_occurs_twice_is_refused(
+    tmp_path: Path, write_members: Callable[..., Path], names: list[str]
+) -> None:
+    write_members(tmp_path / "a.tar", [(name, b"1") for name in names])
     with pytest.raises(ShardError, match="occurs twice"):
         build(tmp_path)
 
@@ -193,12 +183,12 @@ def test_expand() -> None:
         expand("{5..1}.tar")
 
 
-def test_missing_and_empty_are_refused(tmp_path: Path) -> None:
+def test_missing_and_empty_are_refused(tmp_path: Path, write_members: Callable[..., Path]) -> None:
     with pytest.raises(ShardError, match=r"no \*\.tar"):
         build(tmp_path)
     with pytest.raises(ShardError, match="cannot be read"):
         build(tmp_path / "{0..1}.tar")
-    _write_tarfile(tmp_path / "a.tar", [])
+    write_members(tmp_path / "a.tar", [])
     with pytest.raises(ShardError, match="no record"):
         build(tmp_path)
     assert not list(tmp_path.rglob("manifest.json")) + list(tmp_path.rglob("offsets.npy"))

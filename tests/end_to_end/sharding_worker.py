@@ -28,12 +28,17 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import Optimizer
+from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.engines.deepspeed_zero import start_ranks
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.self_test.probes import SyntheticRecords
+from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.answering import answer
+from tests.support.planted_faults import OffBy
 from tests.support.recorded_blocks import operation_by_operation
 from tests.support.sharded_engines import (
+    HOSTILE,
     LAYOUTS,
     LONG,
     MICRO_BATCH,
@@ -149,14 +154,33 @@ def error_of_units(ranks, layout: Layout, precision: Precision) -> float:
     return distance(moved, expected) / length(expected)
 
 
+def self_tested(ranks, layout: Layout, precision: Precision, times: float | None) -> str:
+    """Of gradients that are `times` as large as they should be; what is too large moves the sum by more than C, which
+    the self-test sees without any reference."""
+    rule = ClipRule("flat", C, 1e-4)  # the share of C by which rounding may change a sum
+    built = clipping_engine(
+        build(SHAPE, "caption"), rule, OPTIMIZERS["SGD"], settings_of(layout), ranks,
+        Computation(precision=precision), None if times is None
+        else lambda clip: OffBy(precision, clip.rule, sums=times, norms=times, always=precision == "fp32"),
+    )  # fmt: skip
+    try:
+        self_test(built.engine, built.clip, noise(), 0, SyntheticRecords.of(SHAPE, "caption"), MICRO_BATCH, ranks)
+        return "passed"
+    except SelfTestError as error:
+        return f"{error}"
+    finally:
+        built.engine.close()
+
+
 def main() -> None:
     ranks = start_ranks()
+    assert HOSTILE in drawn(STEPS[0])
     results = []
-    # Every layout with LAMB, which has both moments and asks for norms of whole parameters; the others, and bf16, whose
-    # gradients reach an optimizer in fp32, once for each way of cutting weights.
+    # Every layout with LAMB, which has both moments and asks for norms of whole parameters; LARS, which asks for them,
+    # too, and bf16, whose gradients reach an optimizer in fp32, once for each way of cutting weights; the others once.
     for precision, kinds in (("fp32", OPTIMIZERS), ("bf16", ("LARS",))):
         for kind in kinds:
-            cuts = LAYOUTS if kind == "LAMB" or "--all" in sys.argv else ONE_OF_EACH
+            cuts = LAYOUTS if kind == "LAMB" or "--all" in sys.argv else ONE_OF_EACH if kind == "LARS" else (1,)
             layouts: list[tuple[Layout, str | None]] = [(layout, None) for layout in cuts]
             if "--offload" in sys.argv and kind in ("AdamW", "LAMB") and precision == "fp32":
                 layouts += [(stage, "torch") for stage in (1, 2, 3)]
@@ -180,8 +204,14 @@ def main() -> None:
         f"{layout} {precision}": error_of_units(ranks, layout, precision)
         for layout in ONE_OF_EACH for precision in ("fp32", "bf16")
     }  # fmt: skip
-    answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors,
-                   "errors_of_units": units, "planted": planted, "recorded": recorded})  # fmt: skip
+    # How weights are gathered has nothing to do with the precision.
+    self_tests = {
+        name: ranks.gather(self_tested(ranks, *given)) for name, given in (
+            ("honest", (3, "bf16", None)), ("ZeRO-3", (3, "bf16", 0.97)), ("FSDP2", ("fsdp2", "fp32", 0.97)),
+        )
+    }  # fmt: skip
+    answer(ranks, {"results": results, "records_per_rank": counts, "errors_of_long_sums": errors, "planted": planted,
+                   "errors_of_units": units, "recorded": recorded, "self_tests": self_tests})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -106,9 +106,10 @@ def test_a_probe_that_one_process_began_is_ended_by_two(
     same(tmp_path / "one", tmp_path / "two")
 
 
-def test_names_by_two_processes_are_those_of_one(world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_names_by_two_processes_are_those_of_one(world: Path, tmp_path: Path, launcher: str) -> None:
     """The pictures have no index yet, which one process makes for both; one picture is unreadable."""
-    code, output = by_two("deepspeed", asked(world, "zero-shot", tmp_path / "two"))
+    code, output = by_two(launcher, asked(world, "zero-shot", tmp_path / "two"))
     assert code == 0, output
     assert evaluate(*asked(world, "zero-shot", tmp_path / "one")) == 0
     same(tmp_path / "one", tmp_path / "two")

@@ -40,13 +40,13 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def test_two_steps_equal_a_loop_over_single_records_with_torchs_own_optimizers(found: dict[str, Any]) -> None:
     """Private and not, with tied and frozen weights, uneven rows, and parameters smaller than the world."""
-    assert len(found["drifts"]) == 8
+    assert len(found["drifts"]) == 4
     for case, drift in found["drifts"].items():
         assert drift <= 5e-6, case
 
 
 def test_the_self_test_passes_and_deepspeed_is_not_needed(found: dict[str, Any]) -> None:
-    assert found["self-tests"] == {"mae": "passed", "caption": "passed", "dropping": "passed"}
+    assert found["self-tests"] == {"caption": "passed", "dropping": "passed"}
     assert found["world"] == 2 or not found["deepspeed"], "something imported it, and not what has forked the ranks"
 
 

@@ -46,7 +46,7 @@ def test_ranks_that_began_with_other_weights_train_those_of_the_first(results: d
         assert one == other, engine
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_the_example_runs_on_two_ranks(tmp_path: Path, engine: str) -> None:
     command = [sys.executable, "-m", "docs.own_model", str(tmp_path / "run"), engine]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

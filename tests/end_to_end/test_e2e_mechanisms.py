@@ -53,8 +53,10 @@ ROWS = {
     "exact": Row(('run.noise="exact"',)),
     "units": Row((f"phases.1.data.unit={json.dumps(PATIENT)}", "phases.1.data.rows_per_unit=3"), on(2, *ZERO_3)),
     "views": Row((PRIVATE + ".views=2", PRIVATE + ".expected_batch=24")),
-    "probes": Row((PROBES, "phases.1.schedule.shape=constant", "phases.1.schedule.warmup=0"), on(2)),
-    "adaptive": Row((ADAPTIVE, PRIVATE + ".release=[]")),
+    "adaptive and probes": Row(
+        (ADAPTIVE, PRIVATE + ".release=[]", PROBES, "phases.1.schedule.shape=constant", "phases.1.schedule.warmup=0"),
+        on(2),
+    ),
     "ZeRO-1": Row((), on(2, "zero_optimization.stage=1")),
     "ZeRO-3": Row((), on(2, *ZERO_3)),
     "FSDP2": Row((), on(2, FSDP2)),
@@ -63,7 +65,7 @@ ROWS = {
     "other worlds": Row((), on(1, LOCAL) + on(2) + on(2, FSDP2) + on(1, FSDP2) + on(2, *ZERO_3)),
     "banded, other worlds": Row((BANDED,), on(2) + on(1, LOCAL) + on(2, FSDP2)),
 }
-SHORT = ("adaptive", "probes", "banded, other worlds")
+SHORT = ("adaptive and probes", "banded, other worlds")
 # How far a life may get at most: a rest must be left to be killed in.
 REACH = {"write": 6, "fsync": 20, "pread": 60, "replace": 3, "rename": 2, "mkdir": 3}
 KILLS = ("fsync", "write", "rename", "write", "pread")
@@ -91,7 +93,7 @@ def start(job: Launch, row: Row, number: int, **options: Any) -> Any:
     [*((name, 2) for name in SHORT), *(pytest.param(name, 5, marks=pytest.mark.slow) for name in ROWS)],
 )
 def test_killed_again_and_again_it_ends_as_if_undisturbed(launch: Make, patients: Path, name: str, kills: int) -> None:
-    """70 kills in all, where the slow ones run."""
+    """65 kills in all, where the slow ones run."""
     row, draw = ROWS[name], random.Random(name)
 
     def change(config: dict[str, Any]) -> None:

@@ -44,13 +44,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-def test_a_grid_moves_the_weights_as_a_single_copy_does_and_as_zero_1(found: dict[str, Any]) -> None:
-    """By LAMB, which divides by norms of whole parameters: they are those of one copy."""
-    apart = found["apart"]
-    assert set(apart) == {"fsdp2", "1"}
-    assert apart["fsdp2"] <= WINDOWS
-    # From weights to weights; a single record more or less moves them by a hundredth.
-    assert apart["1"] <= 5 * WINDOWS
+def test_a_grid_moves_the_weights_as_a_single_copy_does(found: dict[str, Any]) -> None:
+    """By LAMB, which divides by norms of whole parameters: they are those of one copy. A single record more or less
+    moves the weights by a hundredth."""
+    assert found["apart"] <= WINDOWS
     assert found["apart without privacy"] <= 5 * WINDOWS
 
 

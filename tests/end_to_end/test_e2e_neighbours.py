@@ -138,8 +138,8 @@ def blank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return sinks(tmp_path_factory.mktemp("blank"), BLANK)
 
 
-# The reader of labels refuses these as it does "deep label": tests/data/test_data_hostile_records.py has their kinds.
-ALIKE = ("cut label", "long number", "NaN", "surrogate")
+# Readers refuse these as "deep label" and the blank: tests/data/test_data_hostile_records.py has their kinds.
+ALIKE = ("cut label", "long number", "NaN", "surrogate", "no picture")
 
 
 @pytest.mark.parametrize(

@@ -50,27 +50,42 @@ def private_records(data: Path, phase: int, records: int = 600, batch: int = 60,
     }  # fmt: skip
 
 
+def prepared(*arguments: object) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "prepare.py"), *map(str, arguments)]
+    forking.run(command, check=True, env=environment())
+
+
+def by_colour(folder: Path, seed: int, count: int) -> set[str]:
+    """Single images in folders by colour, whose names it gives, indexed by contents: a step is made again only on
+    records that are known to be the same."""
+    names: set[str] = set()
+    for sample in shape_samples(seed, count, 32, labels=True):
+        assert sample.labels is not None
+        group = folder / f"{sample.labels['colour']:02d}"
+        group.mkdir(parents=True, exist_ok=True)
+        (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
+        names.add(group.name)
+    prepared("index", folder, "--contents")
+    return names
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's shards at toy size, and single images in folders by colour."""
+    """The demo's shards at toy size, and pictures with classes."""
     folder = tmp_path_factory.mktemp("recipes")
-    prepare = [sys.executable, str(ROOT / "launch" / "prepare.py")]
-    sizes = ["--private", "600", "--held-out", "64", "--textures", "40"]
-    forking.run([*prepare, "demo", "--out", str(folder), *sizes], check=True, env=environment())
-    names: set[str] = set()
-    for name, seed, count in (("protected", 5, 300), ("open", 6, 300), ("divided", 7, 300), ("held_classes", 9, 64)):
-        for sample in shape_samples(seed, count, 32, labels=True):
-            assert sample.labels is not None
-            group = folder / name / f"{sample.labels['colour']:02d}"
-            group.mkdir(parents=True, exist_ok=True)
-            (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
-            names.add(group.name)
-        # By contents: a step is made again only on records that are known to be the same.
-        forking.run([*prepare, "index", str(folder / name), "--contents"], check=True, env=environment())
-    write_texts(folder / "texts", [str(sample.caption) for sample in shape_samples(8, 600, 32)])
+    prepared("demo", "--out", folder, "--private", 600, "--held-out", 64, "--textures", 40)
+    names = by_colour(folder / "protected", 5, 300) | by_colour(folder / "held_classes", 9, 64)
     (folder / "classes.txt").write_text("\n".join(sorted(names)) + "\n")
     (folder / "excluded.txt").write_text(min(names) + "\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def more_data(data: Path) -> None:
+    """And what only slow tests read."""
+    by_colour(data / "open", 6, 300)
+    by_colour(data / "divided", 7, 300)
+    write_texts(data / "texts", [str(sample.caption) for sample in shape_samples(8, 600, 32)])
 
 
 def launch(recipe: str, run_dir: Path, changes: dict[str, Any]) -> Launch:
@@ -140,9 +155,7 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
 def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, str], tmp_path: Path) -> None:
     """Killed before a checkpoint was durable, so its steps are made again under the same keys: of other features they
     would lay the difference bare."""
-    prepare = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(tmp_path)]
-    sizes = ["--private", "16", "--held-out", "300", "--textures", "16"]
-    forking.run([*prepare, *sizes], check=True, env=environment())
+    prepared("demo", "--out", tmp_path, "--private", 16, "--held-out", 300, "--textures", 16)
     records = tmp_path / "held_out"  # which has labels
     changes = TINY | {
         "model.positions": "sincos", "model.classes": 8, "phases.0.data.path": str(vip[0]), "run.engine": "local",
@@ -207,6 +220,7 @@ def continual(data: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("more_data")
 def test_public_training_ends_at_its_plateau_and_hands_over_the_second_moment(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "bu"
     job = launch("continual/continual_base.json", run_dir, continual(data))
@@ -227,6 +241,7 @@ def test_public_training_ends_at_its_plateau_and_hands_over_the_second_moment(da
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("more_data")
 def test_one_set_is_cut_into_a_public_and_a_private_part(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "cut"
     # A set of its own: where other runs protect the whole of a set, no part of it can be made public any more.
@@ -240,6 +255,7 @@ def test_one_set_is_cut_into_a_public_and_a_private_part(data: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("more_data")
 def test_public_gradients_are_mixed_in_and_every_step_is_charged(data: Path, tmp_path: Path) -> None:
     held = {"path": str(data / "held_classes"), "public": True, "records": 64}
     changes = classes(data) | {
@@ -275,6 +291,7 @@ def test_a_phase_is_ended_by_hand_and_claims_what_was_planned(data: Path, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("more_data")
 def test_every_shipped_recipe_learns_stops_and_goes_on_within_its_budget(data: Path, tmp_path: Path) -> None:
     """Pre-training comes first: transfers start from its weights, as in the paper."""
     names = sorted(FILES, key=lambda name: (not name.startswith("pretrain"), name))

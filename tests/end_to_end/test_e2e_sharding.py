@@ -21,19 +21,20 @@ def by_kernel(result: dict[str, Any]) -> bool:
     return result["offload"] == "deepspeed"
 
 
-def launched(world: int) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[2, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 3))])
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    world: int = request.param
     offload = ["--all", "--offload"] if world == 3 else []  # DeepSpeed compiles an operation for it, about a minute
-    return run_worker("sharding_worker.py", *offload, ranks=world, seconds=2 * TIMEOUT)
+    return run_worker("sharding_worker.py", *offload, ranks=world, seconds=2 * TIMEOUT) | {"world": world}
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> None:
-    found = launched(world)
-    counts = found["records_per_rank"]
+def test_every_stage_precision_and_optimizer_equals_the_textbook(found: dict[str, Any]) -> None:
+    """One of the records is not finite, and adds exactly nothing."""
+    world, counts = found["world"], found["records_per_rank"]
     assert any(len(set(step)) > 1 for step in counts) or world == 1, "ranks must have had uneven counts"
     assert any(sum(step) == 0 for step in counts), "an empty draw is among the steps"
     results = found["results"]
-    assert len(results) == (5 * 5 + 3 * 3 if world == 3 else 5 + 4 * 3)
+    assert len(results) == (5 * 5 + 3 * 3 if world == 3 else 5 + 2 * 3 + 2)
     assert all(result["world"] == world for result in results)
     for result in results:
         assert result["bound"] <= WIDEST_BOUND, result
@@ -43,6 +44,8 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     # Whatever the optimizer and the rounding: stages and engines do not differ among themselves.
     for case in {(result["optimizer"], result["precision"]) for result in results}:
         same = [result for result in results if (result["optimizer"], result["precision"]) == case]
+        if len(same) == 1:
+            continue
         whole, parts = (
             [r["drift"] for r in same if not by_kernel(r) and (r["layout"] in (3, "fsdp2")) == sharded]
             for sharded in (False, True)
@@ -57,3 +60,11 @@ def test_every_stage_precision_and_optimizer_equals_the_textbook(world: int) -> 
     # Units of 1 to 9 rows, from the rows to the weights, in units of the whole sum.
     units = found["errors_of_units"]
     assert len(units) == 3 * 2 and all(error <= 1e-6 for error in units.values()), units
+
+
+def test_the_self_test_sees_three_percent_where_no_rank_holds_the_weights(found: dict[str, Any]) -> None:
+    """On all ranks alike. Before, sharded weights had nothing to be compared with, and bf16 took ten percent."""
+    said = found["self_tests"]
+    assert said.pop("honest") == ["passed"] * found["world"]
+    assert set(said) == {"ZeRO-3", "FSDP2"}
+    assert all("gradient of a test record is off by 0.03" in each for ranks in said.values() for each in ranks)

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.certificate.verify import verify
-from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.event import Event
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.study import plan_runs
+from murmuration.evaluation.study.outcome import cost_of
 from murmuration.evaluation.study.plan_runs import require_budgets, require_sound
 from murmuration.evaluation.study.study_file import load_study, runs_of
 from murmuration.evaluation.study.train_runs import Folder
@@ -101,6 +100,7 @@ def test_a_study_goes_on_past_a_lost_arm(folder: Path, found: dict[str, Any]) ->
             assert summary["value"] == pytest.approx(sum(summary["values"]) / 2)
         if arm != "lost":
             assert verify(folder / "whole" / "runs" / f"{arm}-{place}-1").committed == 3
+    assert found["cost"] == cost_of([folder / "whole" / "runs" / f"all-8-{seed}" for seed in (1, 2)])
     page = (folder / "whole" / "study.html").read_text()
     assert "Toy &lt;study&gt;" in page and "lost-8-2 failed" in page
     assert (folder / "whole" / "study.png").read_bytes().startswith(b"\x89PNG")
@@ -183,30 +183,6 @@ def test_a_study_is_the_same_after_kills(folder: Path, found: dict[str, Any]) ->
     assert json.loads((folder / "stopped" / "study.json").read_text())["rows"] == found["rows"]
     again = forking.run(command(folder, "stopped", "--set", "phases.0.steps=4"), capture_output=True, text=True)
     assert again.returncode == 2 and "was trained with other settings; name another --out" in again.stderr
-
-
-def test_what_it_costs_to_look_at_all_runs_is_their_composition(folder: Path) -> None:
-    study = {**STUDY, "arms": STUDY["arms"][:1], "measures": STUDY["measures"][:1], "seeds": 1}
-    study["set"] = {key: value for key, value in STUDY["set"].items() if key != "run.debug_seed"}
-    (folder / "priced.json").write_text(json.dumps(study))
-    arguments = [str(folder / "priced.json"), "--out", str(folder / "priced")]
-    done = forking.run(
-        [sys.executable, str(ROOT / "launch" / "study.py"), *arguments], capture_output=True, text=True
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    cost = json.loads((folder / "priced" / "study.json").read_text())["cost"]
-    certificates = [
-        json.loads((folder / "priced" / "runs" / f"all-{value}-1" / "certificate.json").read_text()) for value in (2, 8)
-    ]
-    claims = [each["claim"]["epsilon"] for each in certificates]
-    plans = [json.loads(line)["plan"] for value in (2, 8)
-             for line in (folder / "priced" / "runs" / f"all-{value}-1" / "ledger.jsonl").read_text().splitlines()
-             if json.loads(line)["kind"] == "plan"]  # fmt: skip
-    events = [Event(plan["sampling"]["threshold"] / 2**32, plan["noise_multiplier"], plan["steps"]) for plan in plans]
-    assert cost["runs"] == 2 and sum(claims) <= cost["epsilon_sum"] <= 10.0, "a run counts with its budget"
-    assert cost["epsilon_together"] == pytest.approx(epsilon(events, 1e-3), rel=1e-6)
-    assert cost["epsilon_together"] < cost["epsilon_sum"]
-    assert "To choose among them" in done.stdout and f"{cost['epsilon_together']:.4g}" in done.stdout
 
 
 REFUSED: list[tuple[list[str], str]] = [

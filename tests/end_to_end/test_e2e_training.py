@@ -24,7 +24,7 @@ from murmuration.train.recipe.warm_start import WarmStart
 from murmuration.train.storage.checkpoint import Loaded
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, ledger_lines, opened_steps
-from tests.support.runs import SMALL_STEPS, account, final_weights, state_of
+from tests.support.runs import SMALL_STEPS, account, different, final_weights, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -144,12 +144,11 @@ def test_what_stays_tells_no_time_of_a_private_step(finished: tuple[Path, str]) 
     assert json.loads((run_dir / "certificate.json").read_text())["dates"] == {"last_start": day}
 
 
-def test_the_same_weights_by_torchrun_from_elsewhere(finished: tuple[Path, str], launch: Make) -> None:
-    job, run_dir = launch("torchrun", launcher="torchrun")
+def test_the_same_weights_by_torchrun_from_elsewhere(whole: Path, launch: Make) -> None:
+    job, run_dir = launch("torchrun", toy, launcher="torchrun")
     code, output = job.run()
     assert code == 0, output
-    expected, got = final_weights(finished[0]), final_weights(run_dir)
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert different(final_weights(run_dir), final_weights(whole)) == []
 
 
 def test_export_takes_weights_and_certificate_and_never_the_key(finished: tuple[Path, str], tmp_path: Path) -> None:

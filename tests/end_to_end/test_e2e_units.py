@@ -117,7 +117,7 @@ def judged(command: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return json.loads(command.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["gradient", "input"])
+@pytest.mark.parametrize("kind", ["gradient", pytest.param("input", marks=pytest.mark.slow)])
 def test_canaries_beside_patients_do_not_refute_an_honest_run(
     launch: Make, of_patients: Callable[[dict[str, Any]], None], kind: str
 ) -> None:

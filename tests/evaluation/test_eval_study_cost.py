@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from murmuration.accounting.certificate.signature import public_key
+from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.event import Event
 from murmuration.evaluation.study.outcome import cost_in_words, cost_of
 from murmuration.evaluation.study.train_runs import Forked
 from murmuration.train.distributed.process import describe_process
@@ -32,6 +35,18 @@ def test_a_run_counts_with_its_claim_whichever_comes_first(tmp_path: Path) -> No
     cost = cost_of([early, one])
     assert cost is not None and cost == cost_of([one, early]) and cost["runs"] == 2
     assert cost["epsilon_sum"] == pytest.approx(2 * PLAN.epsilon_budget)
+
+
+def test_all_runs_together_cost_their_composition(tmp_path: Path) -> None:
+    plan = replace(PLAN, noise_multiplier=25.0)
+    whole_run(tmp_path / "other", PLAN.steps, plan).ledger.close()
+    cost = cost_of([whole(tmp_path / "whole"), tmp_path / "other"])
+    assert cost is not None
+    events = [Event(1.0, sigma, PLAN.steps) for sigma in (PLAN.noise_multiplier, 25.0)]
+    assert cost["epsilon_together"] == pytest.approx(epsilon(events, PLAN.delta), rel=1e-6)
+    assert cost["epsilon_together"] < cost["epsilon_sum"]
+    told = cost_in_words(cost)
+    assert "To choose among them" in told and f"{cost['epsilon_together']:.4g}" in told
 
 
 def test_no_number_is_given_where_one_run_keeps_no_promise(tmp_path: Path) -> None:

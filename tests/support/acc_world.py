@@ -10,14 +10,23 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.banded import BandedNoise
 from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.signature import public_key, signed
 from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import GENESIS, Ledger, LedgerEntry, Lines, make_entry
-from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
+from murmuration.accounting.ledger.facts import (
+    ClippingFact,
+    CorrelationFact,
+    MetricFact,
+    NoiseFact,
+    SamplingFact,
+    StepFacts,
+)
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.noise import EXACT, ExactGrid
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
 
@@ -26,21 +35,32 @@ PLAN = PrivacyPlan(
     records=100, sampling=Poisson(2**32), clip_norm=1.0, noise_multiplier=20.0, steps=40, delta=1e-3, epsilon_budget=2.0
 )
 CONFIG, DATA = "config-1", "data-1"
+GRID = 2.0**-22
+"""Of exact noise: as coarse as a plan's charge for it allows."""
 KEY = RunKey(bytes(range(32)))
 SIGNER = public_key(KEY)
 
 
-def facts(step: int, plan: PrivacyPlan = PLAN, keyed: str = "", **changes: float) -> StepFacts:
-    """What honest parts report of a step; `changes` are planted lies of the acting objects."""
+def facts(
+    step: int, plan: PrivacyPlan = PLAN, keyed: str = "", begun_after: int = 0, **changes: float
+) -> StepFacts:  # fmt: skip
+    """What honest parts report of a step, whatever its plan asks of them, in a segment that began after `begun_after`;
+    `changes` are planted lies of the acting objects."""
     digest = hashlib.sha256(f"{keyed}|{step}".encode()).hexdigest()
     sampling = SamplingFact(
         Poisson(int(changes["threshold"])) if "threshold" in changes else plan.sampling, plan.records, digest
     )
     clipping = ClippingFact("flat", changes.get("sensitivity", plan.clip_norm))
-    noise = NoiseFact(
-        changes.get("std", plan.noise_std), changes.get("divisor", plan.divisor), int(changes.get("elements", 10))
-    )
-    return StepFacts(sampling, clipping, noise)
+    std, grid = changes.get("std", plan.noise_std), 0.0
+    noise = NoiseFact(std, changes.get("divisor", plan.divisor), int(changes.get("elements", 10)))
+    if isinstance(plan.noise, BandedNoise):
+        correlation = CorrelationFact(plan.noise.digest, std * plan.noise.spread(step, begun_after + 1))
+        noise = replace(noise, correlation=correlation)
+    if isinstance(plan.noise, ExactGrid):
+        grid = changes.get("grid", GRID)
+        noise = replace(noise, generator=EXACT, grid=grid)
+    metrics = tuple(MetricFact(metric.name, metric.bound, metric.std, grid) for metric in plan.metrics)
+    return StepFacts(sampling, clipping, noise, metrics)
 
 
 def parsed(content: bytes) -> list[LedgerEntry]:
@@ -63,10 +83,13 @@ def begin(folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False, key: RunK
     return journal
 
 
-def train(journal: Journal, steps: range, plan: PrivacyPlan = PLAN, phase: int = 0) -> None:
+def train(
+    journal: Journal, steps: range, plan: PrivacyPlan = PLAN, phase: int = 0, begun_after: int = 0
+) -> None:  # fmt: skip
     for step in steps:
-        journal.open_step(phase, step, facts(step, plan))
-        journal.commit_step(phase, step, facts(step, plan))
+        honest = facts(step, plan, begun_after=begun_after)
+        journal.open_step(phase, step, honest)
+        journal.commit_step(phase, step, honest)
 
 
 def whole_run(folder: Path, steps: int = 3, plan: PrivacyPlan = PLAN, key: RunKey = KEY) -> Journal:
@@ -92,7 +115,7 @@ def certified(journal: Journal, extra: dict[str, Any] | None = None, key: RunKey
     return document
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """The ledger with some lines changed and every hash made anew, as a forger would do it."""
     path = folder / "ledger.jsonl"
     previous, lines = GENESIS, []
@@ -104,3 +127,29 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         previous = entry.hash
         lines.append(entry.line)
     path.write_bytes(b"".join(lines))
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def to(places: dict[str, Any]) -> Change:
+    """Other values at places like "claim.epsilon" and "limits.events.0", or what functions make of those there."""
+
+    def change(document: dict[str, Any]) -> None:
+        for place, value in places.items():
+            holder: Any = document
+            *way, last = place.split(".")
+            for key in way:
+                holder = holder[int(key) if key.isdigit() else key]
+            holder[last] = value(holder.get(last)) if callable(value) else value
+
+    return change
+
+
+def on(kinds: str, places: dict[str, Any]) -> Change:
+    """In the lines of these kinds alone."""
+    return lambda line: to(places)(line) if line["kind"] in kinds.split() else None
+
+
+def every(*changes: Change) -> Change:
+    return lambda line: [change(line) for change in changes]

@@ -67,7 +67,6 @@ VIP_RUNS = "vip_* !vip_finetune"
 CAP_RUNS = "dpcap_* !dpcap_finetune"
 TRANSFERS = "transfer_*_full* transfer_*_last*"
 LAMB_RATES = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.5, 1.0)
-MOMENTUM_RATES = (0.03, 0.06, 0.1, 0.4, 1.6, 6.4, 25.6, 102.4)
 SINGLE_STEP_BUDGETS = (0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0)
 
 PRINTED: list[Fact] = [
