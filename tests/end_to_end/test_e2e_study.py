@@ -129,12 +129,21 @@ def test_published_weights_are_evaluated_beside_the_runs(
         int.from_bytes((folder / each / "study.png").read_bytes()[16:20]) for each in ("published", "whole")
     ]
     assert wide == 2 * narrow, "two panels"
-    scored = [json.loads((folder / "published" / "evaluations" / f"{name}-1.1" / "result.json").read_text())
-              for name in ("published", "its_own_way")]  # fmt: skip
-    assert [each["numbers"]["top-1"]["n"] for each in scored] == [20, 3]
+    assert sorted(scored(folder / "published")) == [("its_own_way", 3), ("published", 20)]
+    changed = study | {"arms": arms[:1], "measures": [STUDY["measures"][0], half]}
+    (folder / "published.json").write_text(json.dumps(changed))
+    done = forking.run([*script, *call, "--jobs", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("published", 3) in scored(folder / "published"), "a changed measure is another evaluation, beside the first"
     assert main([*call, "--dry-run"]) == 0 and "evaluated: " in capsys.readouterr().out
     assert main([*call, "--set", 'arms=[{"name": "published", "weights": "elsewhere"}]']) == 2
     assert "published-1 was evaluated with other settings" in capsys.readouterr().err
+
+
+def scored(folder: Path) -> list[tuple[str, int]]:
+    """Of each evaluation: the arm, and how many records it took."""
+    results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("evaluations/*/result.json")}
+    return [(name.rpartition("-1.")[0], each["numbers"]["top-1"]["n"]) for name, each in results.items()]
 
 
 def test_a_run_whose_budget_was_spent_before_its_last_step_is_not_taken_as_trained(
