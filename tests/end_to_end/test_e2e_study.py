@@ -265,6 +265,14 @@ def test_an_arm_may_change_keys_at_one_value_of_the_axis(folder: Path) -> None:
     assert steps == {"a-2-1": 3, "a-8-1": 5, "b-2-1": 3, "b-8-1": 3}
 
 
+def test_paths_within_a_section_that_an_arm_changes_are_relative_to_the_study(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    arm = {"name": "a", "set": {"phases.0.data": BASE["phases"][0]["data"]}}
+    (tmp_path / "study.json").write_text(json.dumps({**STUDY, "arms": [arm], "seeds": 1, "axis": None}))
+    (config,) = require_sound(runs_of(load_study(tmp_path / "study.json", []), tmp_path / "out"))
+    assert config.phases[0].model_dump()["data"]["path"] == str(tmp_path / "private")
+
+
 def test_a_study_that_would_exceed_the_budget_of_its_records_is_refused_before_its_first_run(tmp_path: Path) -> None:
     build_folder(class_folders(tmp_path / "private", 20))
     build_folder(class_folders(tmp_path / "public", 4, seed=100))
