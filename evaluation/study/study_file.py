@@ -31,7 +31,14 @@ from pydantic import Field, ValidationError, model_validator
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.strict_json import JsonError
 from murmuration.evaluation.errors import EvaluationError
-from murmuration.train.config.load import PATH_KEYS, is_local, parse_with_comments, put_override, sentence_of
+from murmuration.train.config.load import (
+    PATH_KEYS,
+    absolute_paths,
+    is_local,
+    parse_with_comments,
+    put_override,
+    sentence_of,
+)
 from murmuration.train.config.section import Section
 
 NAME = r"^[\w .,=/()+-]{1,60}$"
@@ -189,6 +196,8 @@ def _paths_from(raw: dict[str, Any], folder: Path) -> None:
                 last = key.rpartition(".")[2]
                 if last in PATH_KEYS and is_local(last, value):
                     changed[key] = str(folder / value)
+                else:
+                    absolute_paths(value, folder)
     measures = [each for holder in (raw, *arms) for each in holder.get("measures") or []]
     for measure in measures:
         arguments: Any = measure.get("evaluate") if isinstance(measure, dict) else None

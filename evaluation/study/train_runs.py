@@ -7,6 +7,7 @@ a log of its own, and what is finished is not started again.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shlex
@@ -49,8 +50,14 @@ class Folder:
     def log(self, run: Run) -> Path:
         return self.root / "logs" / f"{run.name}.log"
 
-    def evaluation(self, run: Run, number: int) -> Path:
-        return self.root / "evaluations" / f"{run.name}.{number}"
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    def evaluation(self, run: Run, arguments: Sequence[str]) -> Path:
+        """One for each command: another study of the same runs, or a changed measure, is another evaluation."""
+        asked = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:8]
+        return self.evaluations / f"{run.name}.{arguments[0]}-{asked}"
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -74,10 +81,10 @@ class Folder:
                     f"{self.of(run)} was trained with other settings; name another --out, or remove it (its steps "
                     "stay charged to its records)"
                 )
-            elif known[run.name] != asked and any(self.evaluation(run, 0).parent.glob(f"{run.name}.*")):
+            elif known[run.name] != asked and any(self.evaluations.glob(f"{run.name}.*")):
                 raise EvaluationError(
                     f"{run.name} was evaluated with other settings; name another --out, or remove "
-                    f"{self.evaluation(run, 0).parent / run.name}.*"
+                    f"{self.evaluations / run.name}.*"
                 )
             known[run.name] = asked
         with atomic(file, 0o644) as written:
@@ -161,9 +168,11 @@ def _commands(
         if code not in (DONE, RESUME_ME) or (resumed := resumed + 1) > MOST_RESUMES:
             yield code or BAD_INPUT
             return
-    for number, measure in enumerate(study.measures_of(run.arm)):
-        out = folder.evaluation(run, number)
-        if measure is None or measure.evaluate is None or (out / "result.json").exists():
+    for measure in study.measures_of(run.arm):
+        if measure is None or measure.evaluate is None:
+            continue
+        out = folder.evaluation(run, measure.evaluate)
+        if (out / "result.json").exists():
             continue
         protocol, *more = measure.evaluate
         subject = run.weights or folder.of(run)
@@ -197,7 +206,7 @@ def numbers_of(study: Study, run: Run, folder: Folder) -> dict[str, float]:
     """What was measured, by the label of the measure."""
     found = {}
     lines = [] if run.weights else whole_lines(RunDir(folder.of(run)).public_log)
-    for number, measure in enumerate(study.measures_of(run.arm)):
+    for measure in study.measures_of(run.arm):
         if measure is None:
             continue
         if measure.metric is not None:
@@ -206,7 +215,8 @@ def numbers_of(study: Study, run: Run, folder: Folder) -> dict[str, float]:
                 raise KeyError(f"the run measures no {measure.metric}")
             found[measure.label] = float(had[-1])
         else:
-            result = json.loads((folder.evaluation(run, number) / "result.json").read_text())
+            assert measure.evaluate is not None
+            result = json.loads((folder.evaluation(run, measure.evaluate) / "result.json").read_text())
             found[measure.label] = float(result["numbers"][measure.number]["value"])
     return found
 

@@ -129,12 +129,21 @@ def test_published_weights_are_evaluated_beside_the_runs(
         int.from_bytes((folder / each / "study.png").read_bytes()[16:20]) for each in ("published", "whole")
     ]
     assert wide == 2 * narrow, "two panels"
-    scored = [json.loads((folder / "published" / "evaluations" / f"{name}-1.1" / "result.json").read_text())
-              for name in ("published", "its_own_way")]  # fmt: skip
-    assert [each["numbers"]["top-1"]["n"] for each in scored] == [20, 3]
+    assert sorted(scored(folder / "published")) == [("its_own_way", 3), ("published", 20)]
+    changed = study | {"arms": arms[:1], "measures": [STUDY["measures"][0], half]}
+    (folder / "published.json").write_text(json.dumps(changed))
+    done = forking.run([*script, *call, "--jobs", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("published", 3) in scored(folder / "published"), "a changed measure is another evaluation, beside the first"
     assert main([*call, "--dry-run"]) == 0 and "evaluated: " in capsys.readouterr().out
     assert main([*call, "--set", 'arms=[{"name": "published", "weights": "elsewhere"}]']) == 2
     assert "published-1 was evaluated with other settings" in capsys.readouterr().err
+
+
+def scored(folder: Path) -> list[tuple[str, int]]:
+    """Of each evaluation: the arm, and how many records it took."""
+    results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("evaluations/*/result.json")}
+    return [(name.rpartition("-1.")[0], each["numbers"]["top-1"]["n"]) for name, each in results.items()]
 
 
 def test_a_run_whose_budget_was_spent_before_its_last_step_is_not_taken_as_trained(
@@ -230,6 +239,14 @@ def test_an_arm_may_change_keys_at_one_value_of_the_axis(folder: Path) -> None:
     runs = runs_of(load_study(folder / "study.json", [given, "seeds=1"]), folder / "out")
     steps = {run.name: config.phases[0].steps for run, config in zip(runs, require_sound(runs), strict=True)}
     assert steps == {"a-2-1": 3, "a-8-1": 5, "b-2-1": 3, "b-8-1": 3}
+
+
+def test_paths_within_a_section_that_an_arm_changes_are_relative_to_the_study(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    arm = {"name": "a", "set": {"phases.0.data": BASE["phases"][0]["data"]}}
+    (tmp_path / "study.json").write_text(json.dumps({**STUDY, "arms": [arm], "seeds": 1, "axis": None}))
+    (config,) = require_sound(runs_of(load_study(tmp_path / "study.json", []), tmp_path / "out"))
+    assert config.phases[0].model_dump()["data"]["path"] == str(tmp_path / "private")
 
 
 def test_a_study_that_would_exceed_the_budget_of_its_records_is_refused_before_its_first_run(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def load(path: Path, overrides: list[str]) -> Config:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must contain one JSON object")
-    _absolute_paths(raw, path.resolve().parent)
+    absolute_paths(raw, path.resolve().parent)
     if not any(override.startswith("run.witness=") for override in overrides):
         _refuse_foreign_command(raw, path)
     for override in overrides:
@@ -136,16 +136,17 @@ def _require_text(value: Any, where: str = "the config") -> None:
             _require_text(item, where)
 
 
-def _absolute_paths(value: Any, folder: Path) -> None:
+def absolute_paths(value: Any, folder: Path) -> None:
+    """Makes the paths within `value`, which are relative to `folder`, absolute."""
     if isinstance(value, list):
         for item in value:
-            _absolute_paths(item, folder)
+            absolute_paths(item, folder)
     elif isinstance(value, dict):
         for key, item in value.items():
             if (key in PATH_KEYS - {"dir"} and is_local(key, item)) or _names_folder(value, key, item):
                 value[key] = str(folder / item)
             else:
-                _absolute_paths(item, folder)
+                absolute_paths(item, folder)
 
 
 def _units_of_indexes(phases: Any) -> None:
