@@ -55,9 +55,10 @@ def run(
             drawn.append(sorted(found.phase.core.sampler().draw(step).ids.tolist()))
             found.step(step, RATE)
             assert set(reader.seen) <= set(range(found.plan.records))
-        if save:
-            found.save()
-        return {name: tensor.clone() for name, tensor in found.weights().items()}, drawn
+        weights = {name: tensor.clone() for name, tensor in found.weights().items()}
+        if not save:
+            found.close()
+        return weights, drawn
 
 
 def test_every_record_is_trained_on_once_in_every_epoch_however_often_the_run_stops(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ def test_a_new_segment_begins_in_the_middle_of_a_block_with_draws_of_its_own(tmp
             found.step(step, RATE)
             if step == 4:
                 found.save()
+        found.close()  # nothing more is saved
     run(tmp_path, 6, **LONG)  # step 5 was opened, and its weights may have been seen
     history, _ = History.read(tmp_path / "ledger.jsonl")
     assert [segment.from_step for segment in history.segments] == [0, 4]

@@ -38,6 +38,7 @@ def opened(folder: Path, count: int = 0, **changes: Any) -> Iterator[Any]:
         for number in list(found.steps())[:count]:
             found.step(number, RATE)
         yield found
+        found.close()  # without what is saved where the block ends
 
 
 def segments(folder: Path) -> int:

@@ -137,6 +137,7 @@ def test_a_new_segment_has_a_chain_of_its_own_that_begins_where_it_begins(tmp_pa
         found.step(1, RATE)
         found.save()
         found.step(2, RATE)  # lost, and perhaps seen
+        found.close()
     old = link_of(tmp_path)
     with training(tmp_path, debug_seed=None) as found:
         new = link_of(tmp_path)
