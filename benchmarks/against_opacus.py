@@ -1,8 +1,11 @@
-"""A small network on real images, by PrivateTraining and by Opacus in turn.
+"""A small network on real images, by PrivateTraining, by Opacus and by JAX Privacy in turn.
 
     OMP_NUM_THREADS=1 python benchmarks/against_opacus.py --out benchmarks/results/against_opacus.json
     OMP_NUM_THREADS=1 python benchmarks/against_opacus.py --network mnist --epsilons 3
     OMP_NUM_THREADS=1 python benchmarks/against_opacus.py --network vit_tiny --epsilons 3
+    uv pip install --target build/jax jax-privacy==2.0.0
+    PYTHONPATH=build/jax OMP_NUM_THREADS=1 python benchmarks/against_opacus.py \\
+        --libraries murmuration opacus jax_privacy
     OMP_NUM_THREADS=1 python benchmarks/against_opacus.py --features TRAIN TEST --epsilons 1
 
 The 1,797 digits of 8 × 8 pixels come with scikit-learn; 359 are held out. Model, optimizer, rate, batch, epochs,
@@ -12,7 +15,8 @@ head alone, on a ViT-Ti of random weights through which every step passes. With 
 runs of `ds_configs/studies/mehta_one_step.json` stored of CIFAR-10. Seconds are those of the processor once packages
 are imported, up to the last step: for Opacus with calibration, for ours with calibration, self-test, ledger,
 certificate and its verification. `ms a step` is the median of the steps alone, all threads together. `peak` is the most
-memory of that process.
+memory of that process. JAX Privacy, which is no part of this environment, compiles the same network from equal weights;
+its seconds contain that.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from sklearn.datasets import load_digits
 from torch import nn, optim
@@ -41,7 +46,7 @@ from torch.utils.data import DataLoader, TensorDataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 HELD_OUT = 359
-LIBRARIES = ("murmuration", "opacus")
+LIBRARIES = ("murmuration", "opacus", "jax_privacy")
 
 
 Data = tuple[TensorDataset, TensorDataset]
@@ -177,13 +182,99 @@ def by_us(setting: Setting, private: TensorDataset, epsilon: float, clock: Clock
             return training.model, training.finish().epsilon
 
 
+def by_jax_privacy(
+    setting: Setting, private: TensorDataset, epsilon: float, clock: Clock
+) -> tuple[nn.Module, float]:  # fmt: skip
+    """As its documentation has it: clipped_grad, padded Poisson batches, noise on the mean."""
+    jax, optax = import_module("jax"), import_module("optax")
+    batch_selection, clipping, noise_addition, accounting = (
+        import_module(f"jax_privacy.{each}") for each in ("batch_selection", "clipping", "noise_addition", "accounting")
+    )
+    model, n = setting.network(), len(private)
+    images, labels = (tensor.numpy() for tensor in private.tensors)
+    weights = {name: jax.numpy.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
+    forward = in_jax(jax, model)
+
+    def loss(weights: Any, images: Any, labels: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(forward(weights, images), labels).sum()
+
+    steps, of = round(setting.epochs * n / setting.batch), dict(num_samples=n, target_delta=setting.delta)
+    accountant = accounting.DpsgdTrainingAccountant(accounting.PldAccountantConfig())
+    sigma = accounting.calibrate_noise_multiplier(
+        target_epsilon=epsilon, accountant=accountant, batch_sizes=setting.batch, num_updates=steps, **of
+    )
+    seed = torch.initial_seed()
+    gradient = clipping.clipped_grad(
+        loss, l2_clip_norm=setting.norm, normalize_by=setting.batch, batch_argnums=(1, 2), keep_batch_dim=True
+    )
+    noise = noise_addition.gaussian_privatizer(
+        stddev=sigma * gradient.sensitivity(), prng_key=jax.random.key(seed)
+    )  # fmt: skip
+    optimizer = optax.sgd(setting.rate, setting.momentum or None)
+
+    @jax.jit
+    def step(weights: Any, noised: Any, state: Any, images: Any, labels: Any, padding: Any) -> Any:
+        mean, noised = noise.update(gradient(weights, images, labels, is_padding_example=padding), noised)
+        moves, state = optimizer.update(mean, state, weights)
+        return optax.apply_updates(weights, moves), noised, state
+
+    noised, state = noise.init(weights), optimizer.init(weights)
+    drawn = batch_selection.CyclicPoissonSampling(sampling_prob=setting.batch / n, iterations=steps)
+    for rows in drawn.batch_iterator(n, rng=seed):
+        padded = batch_selection.pad_to_multiple_of(rows, 32)
+        weights, noised, state = step(weights, noised, state, images[padded], labels[padded], padded < 0)
+        jax.block_until_ready(weights)
+        clock.step()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.from_numpy(numpy.array(weights[name])))
+    spent = accounting.DpParams(
+        noise_multipliers=sigma, num_samples=n, delta=setting.delta, batch_size=setting.batch
+    )  # fmt: skip
+    return model, float(accountant.compute_epsilon(steps, spent))
+
+
+def in_jax(jax: Any, model: nn.Module) -> Callable[[dict[str, Any], Any], Any]:
+    """The layers of the networks above, as a function of their weights by name."""
+
+    def forward(weights: dict[str, Any], x: Any) -> Any:
+        for name, layer in model.named_children():
+            if isinstance(layer, nn.Conv2d):
+                sides = [(side, side) for side in layer.padding]
+                x = jax.lax.conv_general_dilated(x, weights[f"{name}.weight"], layer.stride, sides)
+                x = x + weights[f"{name}.bias"][:, None, None]
+            elif isinstance(layer, nn.GroupNorm):
+                groups = x.reshape(len(x), layer.num_groups, -1)
+                groups = (groups - groups.mean(2, keepdims=True)) / (groups.var(2, keepdims=True) + layer.eps) ** 0.5
+                x = groups.reshape(x.shape) * weights[f"{name}.weight"][:, None, None]
+                x = x + weights[f"{name}.bias"][:, None, None]
+            elif isinstance(layer, nn.MaxPool2d):
+                window, stride = ((1, 1, side, side) for side in (layer.kernel_size, layer.stride))
+                x = jax.lax.reduce_window(x, -jax.numpy.inf, jax.lax.max, window, stride, "VALID")
+            elif isinstance(layer, nn.Linear):
+                x = x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+            else:
+                x = x.reshape(len(x), -1) if isinstance(layer, nn.Flatten) else jax.nn.relu(x)
+        return x
+
+    return forward
+
+
 TRAINED: dict[str, Callable[[Setting, TensorDataset, float, Clock], tuple[nn.Module, float]]] = {
-    "murmuration": by_us, "opacus": by_opacus,
+    "murmuration": by_us, "opacus": by_opacus, "jax_privacy": by_jax_privacy,
+}  # fmt: skip
+
+
+IMPORTED = {
+    "murmuration": ("opacus", "murmuration.train.library.training"),
+    "opacus": ("opacus", "murmuration.train.library.training"),
+    "jax_privacy": ("jax", "optax", "jax_privacy.accounting"),
 }  # fmt: skip
 
 
 def run(library: str, name: str, epsilon: float, seed: int, folders: list[Path]) -> dict[str, Any]:
-    import_module("opacus"), import_module("murmuration.train.library.training")
+    for each in IMPORTED[library]:
+        import_module(each)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     setting = SETTINGS[name]
@@ -203,6 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 3.0, 8.0])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES[:2])
     parser.add_argument("--network", choices=("digits", "mnist", "vit_tiny"), default="digits")
     parser.add_argument("--features", nargs=2, type=Path, metavar=("TRAIN", "TEST"), default=[])
     parser.add_argument("--run", nargs=3, metavar=("LIBRARY", "EPSILON", "SEED"), help="one run, as JSON")
@@ -215,14 +307,14 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for seed in range(given.seeds):
         for epsilon in given.epsilons:
-            for library in LIBRARIES:
+            for library in given.libraries:
                 asked = ["--network", given.network, "--run", library, str(epsilon), str(seed)]
                 asked += ["--features", *map(str, folders)] if folders else []
                 done = subprocess.run([sys.executable, __file__, *asked], check=True, capture_output=True, text=True)
                 found.append(json.loads(done.stdout.splitlines()[-1]))
     print("| ε | library | top-1 | CPU seconds | ms a step | peak, MiB |\n|---|---|---|---|---|---|")
     for epsilon in given.epsilons:
-        for library in LIBRARIES:
+        for library in given.libraries:
             runs = [each for each in found if (each["library"], each["epsilon"]) == (library, epsilon)]
             accuracy = [each["top_1"] for each in runs]
             spread = statistics.stdev(accuracy) if len(runs) > 1 else 0.0
