@@ -128,6 +128,22 @@ def test_a_whole_run_of_other_layers_and_clip_engines(tmp_path: Path, model: Any
     finished(tmp_path, model=model, computation=murmuration.Computation(engine))
 
 
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(5, 1), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("engine", ["book-keeping", "reference", "opacus"])
+def test_a_weight_that_the_loss_does_not_use_is_refused(tmp_path: Path, engine: Any) -> None:
+    made = own(tmp_path, Idle, computation=murmuration.Computation(engine))
+    with made as found, pytest.raises(SelfTestError, match=r"not use inner.idle|inner.idle.* get no gradient"):
+        found.prove()
+
+
 class Large(nn.Module):
     """Keeps 8 MiB of each record for its backward pass."""
 
