@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from murmuration.evaluation.study.outcome import sums_in_words
+
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
 LEADERBOARD = ROOT / "benchmarks" / "results" / "leaderboard.json"
@@ -41,7 +43,7 @@ def section(told: dict[str, Any], name: str) -> str:
 
 {tables(found)}![Plot](../benchmarks/results/studies/{name}.png)
 
-{cost(found["cost"])}
+{sums_in_words(found["cost"])}
 {told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
 
 {told["besides"]}
@@ -72,13 +74,6 @@ def by_value(found: dict[str, Any], label: str) -> list[list[str]]:
 def by_arm(found: dict[str, Any], labels: list[str]) -> list[list[str]]:
     rows = [[row["arm"], *(cell(row["measures"][label]) for label in labels)] for row in found["rows"]]
     return [["", *labels], ["---"] * (1 + len(labels)), *rows]
-
-
-def cost(of: dict[str, Any]) -> str:
-    return (
-        f"All {of['runs']} private runs cost ε = {of['epsilon_together']:.4g} at δ = {of['delta_together']:.3g} if "
-        f"settings were fixed beforehand, {of['epsilon_sum']:.4g} in any case."
-    )
 
 
 def by_commit() -> str:

@@ -181,8 +181,8 @@ def round_up(value: float, digits: int = 4) -> float:
 def show_delta(delta: float) -> str:
     """Three significant digits, rounded up: a delta below the true one would be a better promise."""
     digits = 2 - math.floor(math.log10(delta))
-    shown = f"{delta:.3g}"
-    return shown if float(shown) >= delta else f"{float(shown) + 10.0**-digits:.3g}"
+    shown = f"{delta:.3g}"  # which the last bits of a sum of such numbers do not round up
+    return shown if float(shown) >= delta * (1 - 1e-12) else f"{float(shown) + 10.0**-digits:.3g}"
 
 
 def plain_sigma(events: Sequence[Event]) -> float | None:

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from murmuration.accounting.certificate.composition import composed, known_runs
+from murmuration.accounting.certificate.composition import SUMS, composed, known_runs
 from murmuration.accounting.durable import atomic
+from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
@@ -82,7 +83,7 @@ def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
         found: dict[str, Any] = {"because": "none of them keeps a promise"}
     else:
         found = composed(first.history, first.entries, first.epsilon, others)
-    told = {name: found.get(name) for name in ("epsilon_sum", "epsilon_together", "delta_together", "because")}
+    told = {name: found.get(name) for name in (*SUMS, "because")}
     return {"runs": len(known), "without_noise": bare, **told}
 
 
@@ -103,11 +104,20 @@ def cost_in_words(cost: dict[str, Any] | None) -> str:
         return f"What the {cost['runs']} runs cost a record together is not known: {cost.get('because')}."
     bare = cost["without_noise"]
     more = f" {bare} more trained without noise on records not declared public, which no ε covers." if bare else ""
-    return (
-        f"The private runs of this study ({cost['runs']}) together cost a record ε = {cost['epsilon_together']:.4g} at "
-        f"δ = {cost['delta_together']:.3g} if their settings were fixed beforehand, and ε = {cost['epsilon_sum']:.4g} "
-        "in any case. To choose among them by these numbers costs that much, not the ε of the chosen run." + more
-    )
+    choice = "To choose among them by these numbers costs that much, not the ε of the chosen run."
+    return f"{sums_in_words(cost)} {choice}{more}"
+
+
+def sums_in_words(cost: dict[str, Any]) -> str:
+    told = [
+        f"ε = {round_up(cost[f'epsilon_{by}'], 2):g} at δ = {show_delta(cost[f'delta_{by}'])}"
+        for by in ("together", "sum")
+    ]
+    # Steps of one run compose to its claim, or, before it has ended, to a little more: they are counted whole.
+    if cost["runs"] == 1:
+        return f"The one private run costs a record {told[1]}."
+    fixed, otherwise = f"{told[0]} if their settings were fixed beforehand", f"{told[1]} in any case"
+    return f"The {cost['runs']} private runs together cost a record {fixed}, and {otherwise}."
 
 
 def _shown(value: Value) -> str:

@@ -102,6 +102,7 @@ def test_full_batches_are_one_gaussian_and_nothing_else_is() -> None:
 def test_readers_see_four_digits_of_epsilon_and_three_of_delta_rounded_up() -> None:
     assert round_up(1.23411) == 1.2342 and round_up(1.2341) == 1.2341 and round_up(2.0) == 2.0
     assert round_up(1.21, 1) == 1.3 and round_up(7.0001, 0) == 8
+    assert show_delta(1.0001e-5) == "1.01e-05" and show_delta(math.fsum([1e-5] * 15)) == "0.00015"
     for number in range(319_500, 320_000):
         least = math.nextafter(number / 1e4, math.inf)  # times 1e4, some of these round to the number itself
         assert round_up(least) == (number + 1) / 1e4

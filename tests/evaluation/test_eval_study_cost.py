@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from murmuration.accounting.certificate.signature import public_key
-from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.event import Event
 from murmuration.evaluation.study.outcome import cost_in_words, cost_of
 from murmuration.evaluation.study.train_runs import Forked
@@ -34,7 +34,7 @@ def test_a_run_counts_with_its_claim_whichever_comes_first(tmp_path: Path) -> No
     journal.ledger.close()
     cost = cost_of([early, one])
     assert cost is not None and cost == cost_of([one, early]) and cost["runs"] == 2
-    assert cost["epsilon_sum"] == pytest.approx(2 * PLAN.epsilon_budget)
+    assert cost["epsilon_sum"] == pytest.approx(2 * PLAN.epsilon_budget) and cost["delta_sum"] == 2 * PLAN.delta
 
 
 def test_all_runs_together_cost_their_composition(tmp_path: Path) -> None:
@@ -46,7 +46,18 @@ def test_all_runs_together_cost_their_composition(tmp_path: Path) -> None:
     assert cost["epsilon_together"] == pytest.approx(epsilon(events, PLAN.delta), rel=1e-6)
     assert cost["epsilon_together"] < cost["epsilon_sum"]
     told = cost_in_words(cost)
-    assert "To choose among them" in told and f"{cost['epsilon_together']:.4g}" in told
+    assert "To choose among them" in told and f"ε = {round_up(cost['epsilon_together'], 2)}" in told
+    assert f"ε = {cost['epsilon_sum']:g} at δ = {2 * PLAN.delta:g} in any case" in told, "a sum of claims sums δ too"
+
+
+def test_the_steps_of_a_run_that_has_not_ended_cost_no_more_than_it_claims(tmp_path: Path) -> None:
+    """They count in whole steps, of which the last may end beyond the budget."""
+    journal = begin(tmp_path / "begun")
+    train(journal, range(1, 4))
+    journal.ledger.close()
+    cost = cost_of([tmp_path / "begun"])
+    assert cost is not None and cost["epsilon_together"] > cost["epsilon_sum"] == PLAN.epsilon_budget
+    assert f"costs a record ε = {PLAN.epsilon_budget:g} at δ = {PLAN.delta:g}." in cost_in_words(cost)
 
 
 def test_no_number_is_given_where_one_run_keeps_no_promise(tmp_path: Path) -> None:
