@@ -30,6 +30,9 @@ class PlanError(RunError, ValueError):
     """The numbers of a plan cannot give the promise; the message says which and what to change."""
 
 
+# How the owner goes on where a run stops because something is not as it was.
+NEW_SEGMENT = "--new-segment 'why' (new_segment='why' in a program)"
+
 # Forms of files began anew at this version: what an earlier one wrote is refused in one sentence.
 FIRST = "0.3.0"
 

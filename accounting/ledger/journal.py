@@ -13,6 +13,7 @@ from typing import Any
 from murmuration.accounting.epsilon.accountant import affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.event import Event
+from murmuration.accounting.errors import NEW_SEGMENT
 from murmuration.accounting.ledger.chain import FORMAT, BudgetSpent, Ledger, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
@@ -50,7 +51,7 @@ class Journal:
             raise LedgerError(
                 f"the ledger has {self.ledger.length} lines, but this run is known to have had another line "
                 f"{newest.length}: it was restored from a backup; restore the newest ledger and checkpoints, or "
-                "declare --new-segment 'why' (everything that is known to have been opened stays charged)"
+                f"declare {NEW_SEGMENT} (everything that is known to have been opened stays charged)"
             )
         lost = [*lost, *self._uneven_turns(newest)]
         charged = [charge.as_dict() for charge in lost]

@@ -227,6 +227,14 @@ class ByFrequency(Text):
         self.words = nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=True)
 
 
+class SpectralNorm(Text):
+    """It keeps nothing of records, but each pass moves its vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.utils.parametrizations.spectral_norm(self.head)
+
+
 class MovedPrototypes(Text):
     trained = True
 

@@ -229,6 +229,7 @@ def test_a_loss_over_the_tokens_of_the_batch_moves_a_run_by_c_at_most(tmp_path: 
         (zoo.FrozenCounter, "writes a record's values"), (zoo.FrozenMaxNorm, "max_norm"),
         (zoo.MovedFrozenPrototypes, "writes a record's values"), (zoo.LateMixup, "the attribute calls changed"),
         (zoo.LateQueue, "kept a tensor|the attribute queue"),
+        (zoo.SpectralNorm, "the buffer .*_u changed while the model ran"),
     ],
 )  # fmt: skip
 def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Path, make: Make, why: str) -> None:

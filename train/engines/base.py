@@ -11,11 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from murmuration.accounting.errors import NEW_SEGMENT
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.engine import Observation
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.update import Update
+
+NOT_FINITE = f"the weights are no longer finite; resume with a lower learning rate and {NEW_SEGMENT}"
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method
 from murmuration.train.distributed.shards import Fragment, whole_parameters
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, modes_of
+from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, OptimizerShard, all_finite, modes_of
 from murmuration.train.engines.exchange import WholeSums
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices
@@ -283,7 +283,7 @@ class DeepSpeedEngine:
         if steps != self.ranks.world:
             raise UpdateError("DeepSpeed skipped the optimizer step on some rank")
         if healthy != self.ranks.world:
-            raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
+            raise UpdateError(NOT_FINITE)
         return AppliedUpdate(self.trainable_elements)
 
     def _require_own_optimizer(self) -> None:

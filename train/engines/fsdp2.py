@@ -34,7 +34,7 @@ from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite, digests_of, modes_of
+from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, OptimizerShard, all_finite, digests_of, modes_of
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.mesh import Mesh, require_whole_copies
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
@@ -264,7 +264,7 @@ class FSDP2Engine:
         if owners != self.ranks.world:
             raise UpdateError("the model's shards are no longer those that the optimizer updates; something moved them")
         if healthy != self.ranks.world:
-            raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
+            raise UpdateError(NOT_FINITE)
         if equal != self.ranks.world:
             raise UpdateError(
                 "the copies of the weights are no longer equal: a rank did not get the same update as its replicas; "

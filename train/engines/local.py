@@ -19,7 +19,7 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import whole_parameters
-from murmuration.train.engines.base import AppliedUpdate, OptimizerShard, all_finite
+from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, OptimizerShard, all_finite
 from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
@@ -105,7 +105,7 @@ class LocalEngine:
                 "the model's parameters are no longer those that the optimizer updates; something replaced them"
             )
         if not all_finite(self._trained.values()):
-            raise UpdateError("the weights are no longer finite; resume with a lower learning rate and --new-segment")
+            raise UpdateError(NOT_FINITE)
         return AppliedUpdate(self.trainable_elements)
 
     def observe(self) -> Observation:

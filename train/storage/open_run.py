@@ -19,6 +19,7 @@ from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.days import day_of
 from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.errors import NEW_SEGMENT
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.keys import KeyFileError, Link, Purpose, RunKey, load, rewrite
 from murmuration.accounting.ledger.chain import Ledger, LedgerError
@@ -200,7 +201,7 @@ class OpenRun:
             if fault is not None and self.new_segment is None:
                 raise KeyFileError(
                     f"{fault}; restore the run key, the ledger and the checkpoints as they last were, or declare "
-                    "--new-segment 'why' (all opened steps stay charged)"
+                    f"{NEW_SEGMENT} (all opened steps stay charged)"
                 )
             reason = fault
         if known and known[-1].manifest_digest != manifest_digest:
@@ -215,7 +216,7 @@ class OpenRun:
             raise LedgerError(
                 f"phase {name!r} was configured differently when it began, other records were excluded, or another "
                 "version of Pillow or cykooz-resizer made its pictures; restore these, or declare the change with "
-                "--new-segment 'why' (all opened steps stay charged)"
+                f"{NEW_SEGMENT} (all opened steps stay charged)"
             )
         salt = "debug" if self.key.debug else None
         return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
@@ -306,8 +307,8 @@ class OpenRun:
             if self.new_segment is None:
                 raise raised_on_all_ranks(
                     CheckpointError(
-                        f"{damage}; restore it, or declare --new-segment 'why' to continue from the newest checkpoint "
-                        "that is whole (all opened steps stay charged)"
+                        f"{damage}; restore it, or declare {NEW_SEGMENT} to continue from the "
+                        "newest checkpoint that is whole (all opened steps stay charged)"
                     )
                 ) from None
             loaded = checkpoints.fall_back()
