@@ -12,8 +12,8 @@ from typing import Any
 
 from murmuration.accounting.epsilon.accountant import affordable_steps
 from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
-from murmuration.accounting.event import Event
 from murmuration.accounting.errors import NEW_SEGMENT
+from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import FORMAT, BudgetSpent, Ledger, LedgerEntry, LedgerError
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Head, Segment, StepFacts, StepId
 from murmuration.accounting.ledger.history import History
