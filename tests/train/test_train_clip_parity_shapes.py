@@ -64,6 +64,18 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...], int]:
 
 
 @st.composite
+def pooled(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...], int]:
+    """Windows that lie apart or over each other, of maps that are also strided, padded and not square."""
+    kernel = draw(st.sampled_from([1, 2, 3, (2, 3)]))
+    pool = nn.MaxPool2d(
+        kernel, draw(st.sampled_from([None, 1, 2, (1, 3)])), 0 if kernel == 1 else draw(st.integers(0, 1)),
+        draw(st.integers(1, 2)), ceil_mode=draw(st.booleans()),
+    )  # fmt: skip
+    inner, outer, side = draw(st.integers(1, 3)), draw(st.integers(1, 9)), st.integers(7, 9)
+    return nn.Sequential(nn.Conv2d(inner, outer, draw(st.integers(1, 2))), pool), (inner, draw(side), draw(side)), 0
+
+
+@st.composite
 def norm_layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...], int]:
     width, lead = draw(st.integers(2, 9)), draw(st.lists(st.integers(1, 5), max_size=2))
     kind = draw(st.sampled_from(["layer", "rms", "group", "layer2"]))
@@ -86,7 +98,7 @@ def tables(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...], int]:
 @pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    made=st.one_of(linear_layers(), long_layers(), convolutions(), norm_layers(), tables()),
+    made=st.one_of(linear_layers(), long_layers(), convolutions(), pooled(), norm_layers(), tables()),
     count=st.integers(1, 5), seed=st.integers(0, 2**31), straddle=st.floats(0.3, 3.0),
 )  # fmt: skip
 def test_any_layer_of_any_shape(

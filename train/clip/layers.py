@@ -25,6 +25,7 @@ from murmuration.train.clip.functions import (
     GroupNorm,
     LayerNorm,
     Linear,
+    MaxPool2d,
     Standardised,
     frozen_linear,
 )
@@ -431,6 +432,17 @@ def dot_product_attention(
         return enter(out.unflatten(0, (tracker.records, *leading)))
 
 
+def max_pool2d(
+    tracker: ParameterTracker, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False, return_indices: bool = False,
+) -> Any:  # fmt: skip
+    if return_indices or input.device.type != "cpu" or input.dim() != 4 or not _alone_of_records(input):
+        settings = {"padding": padding, "dilation": dilation, "ceil_mode": ceil_mode, "return_indices": return_indices}
+        return tracker.otherwise(F.max_pool2d, (input, kernel_size, stride), settings)
+    sides = (_each(side, 2) for side in (kernel_size, stride or kernel_size, padding, dilation))
+    return tracker.on_records(lambda x: MaxPool2d.apply(x, *sides, ceil_mode), input)
+
+
 def cross_entropy(
     tracker: ParameterTracker, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
@@ -486,6 +498,8 @@ LAYER_RULES = {
     F.conv2d: partial(convolution, F.conv2d),
     F.conv3d: partial(convolution, F.conv3d),
     F.batch_norm: batch_norm,
+    F.max_pool2d: max_pool2d,
+    torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
     F.multi_head_attention_forward: attention,
     F.scaled_dot_product_attention: dot_product_attention,
