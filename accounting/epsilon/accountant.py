@@ -83,7 +83,7 @@ def epsilon(events: Sequence[Event], delta: float, accountant: Accountant = "pld
     if not merged:
         return 0.0
     if accountant == "rdp":
-        value = rdp_epsilon([(dp_event(event), event.count) for event in merged], delta)
+        value = _rdp_epsilon(tuple(merged), delta)
     elif (sigma := plain_sigma(merged)) is not None:
         value = gaussian_epsilon(sigma, delta)  # nothing was sampled: exact, without a lattice
     else:
@@ -217,6 +217,11 @@ def halve(fits: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+@lru_cache(maxsize=256)
+def _rdp_epsilon(events: tuple[Event, ...], delta: float) -> float:
+    return rdp_epsilon([(dp_event(event), event.count) for event in events], delta)
 
 
 @lru_cache(maxsize=256)
