@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from murmuration.__main__ import COMMANDS as EVERY
 from murmuration.launch import init, prepare
 from murmuration.train.commands import doctor, export, forecast, retire, train
 from tests.support.config_base import BASE
@@ -151,3 +154,16 @@ def test_none_of_them_waits_for_pytorch(tmp_path: Path) -> None:
         [sys.executable, "-c", ALL], input=asked, cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_no_letter_is_too_much_for_the_output(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of days would end with an exception at its first ε, where the locale is that of Latin-1."""
+    output = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setattr("sys.argv", [command, "--help"])
+    with pytest.raises(SystemExit):
+        import_module(EVERY[command][0]).main()
+    print("ε")
+    output.seek(0)
+    assert output.read().endswith("\\u03b5\n")
