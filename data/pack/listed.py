@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from murmuration.accounting.escaping import printable
 from murmuration.data.index.folders import Rule, extension, ignored_names, list_images, most_common
 from murmuration.data.pack.row import (
     UNREADABLE,
@@ -124,7 +125,7 @@ class Folders(Files):
     def rows(self) -> Iterator[Row | Fault]:
         for file in self._found:
             name = os.fsdecode(file.name)
-            yield Row(name, name, name, None, " ".join(file.group.split()) if self._labelled else None)
+            yield Row(printable(name), name, name, None, " ".join(file.group.split()) if self._labelled else None)
 
 
 def open_caltech(source: Path) -> Folders:

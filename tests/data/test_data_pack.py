@@ -355,6 +355,17 @@ def test_files_beside_the_images_of_class_folders_are_counted(
     assert "set: 2 folders of classes; not used: 4 files (4 .tiff)" in capsys.readouterr().out
 
 
+def test_names_of_files_and_class_folders_need_not_be_text(pictures: Path, tmp_path: Path) -> None:
+    """As in archives of older systems."""
+    for number, (name, folder) in enumerate(zip(names(pictures), (b"cheese", b"K\xe4se"), strict=False)):
+        (tmp_path / "set" / os.fsdecode(folder)).mkdir(parents=True)
+        shutil.copy(pictures / name, tmp_path / "set" / os.fsdecode(folder) / os.fsdecode(b"\xe4%d.jpg" % number))
+    pack(tmp_path / "set", "--classes-from-rows", "--out", tmp_path / "out")
+    assert [each["cls"] for each in records(tmp_path / "out")] == [b"cheese"]
+    (left,) = left_out(tmp_path / "out")
+    assert left["row"] == "K\\udce4se/\\udce41.jpg" and left["detail"] == "its label or its unit is not UTF-8"
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tsv", "tabs.csv", "semicolons.csv", "metadata", "parquet"])
 def test_tables_of_all_kinds_give_the_same_records(pictures: Path, tmp_path: Path, kind: str) -> None:
     rows = [{"file_name": name, "text": f'caption {n}, "quoted"'} for n, name in enumerate(names(pictures))]
