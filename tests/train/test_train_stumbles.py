@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from murmuration.__main__ import COMMANDS as EVERY
+from murmuration.data.index.folders import build_folder
 from murmuration.launch import init, prepare
 from murmuration.train.commands import doctor, export, forecast, retire, train
 from tests.support.config_base import BASE
@@ -28,6 +29,15 @@ def lay_out(folder: Path) -> None:
     indexed(folder / "shards", [{"png": png(number), "txt": b"a picture"} for number in range(10)])
     private = BASE["phases"][1] | {"data": {"path": "shards", "tokenizer": "clip:515"}, "evaluation": None}
     private |= {"privacy": private["privacy"] | {"expected_batch": 5}}
+    for number in range(8):
+        (folder / "folders" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        (folder / "folders" / "ab"[number % 2] / f"{number}.png").write_bytes(png(number))
+    build_folder(folder / "folders")
+    (folder / "classes.txt").write_text("a\nb\nc\n")
+    classify = private | {"objective": "classify", "data": {"path": "folders", "label": "cls"}}
+    sizes = {"image_size": 32, "patch_size": 8, "width": 16, "depth": 1, "heads": 2}
+    classifier = {"family": "classifier", "size": "custom", **sizes, "classes": 2}
+    (folder / "folders.json").write_text(json.dumps(BASE | {"model": classifier, "phases": [classify]}))
     start = {"name": "start", "data": {"source": "checkpoint", "path": "w", "public": True}}
     for name, phases in (("small", [private]), ("start", [start, private])):
         (folder / f"{name}.json").write_text(json.dumps(BASE | {"phases": phases}))
@@ -67,8 +77,15 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
         "phases.0.data.path: {here}/nowhere: no index here; build it with: python launch/prepare.py index {here}/",
     ),
     "a first config of records that were not indexed": (
-        ["init", "caption", "--data", "nowhere", "--epsilon", "8"],
-        "--data: nowhere: no index here; build it with: python launch/prepare.py index nowhere",
+        ["init", "caption", "--data", "no where", "--epsilon", "8"],
+        "--data: no where: no index here; build it with: python launch/prepare.py index 'no where'",
+    ),
+    "class folders of private records without a list": (
+        ["train", "--config", "folders.json"], "name data.classes, a file with one class per line",
+    ),
+    "more classes on the list than outputs": (
+        ["train", "--config", "folders.json", "--dry-run", "--set", "phases.0.data.classes=classes.txt"],
+        "phases.0.data.classes: 3 classes, but the model has 2 outputs; set model.classes to 3",
     ),
     "a check without a config": (["prepare", "check", "--config", "my.json"], "there is no config file my.json"),
     "a plan without a link": (
