@@ -7,8 +7,10 @@ verdict on the screen, and Markdown or HTML could write one into a certificate.
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,14 @@ ENTITY = {each: f"&#{ord(each)};" for each in "|~$@:."} | {"&": "&amp;", "<": "&
 INLINE = re.compile(r"[\\`*\[\]&<>|~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.", re.IGNORECASE)
 LONGEST = 1000
 AT_START = re.compile(r"^(\d*)([#+=-]|[.)](?=\s|$))")
+
+
+def escape_output() -> None:
+    """At the start of a command: letters that the output lacks, as Latin-1 lacks ε, and names that are no text are
+    printed as codes such as \\u03b5, in place of an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def printable(text: str) -> str:

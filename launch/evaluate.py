@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.errors import DONE, RESUME_ME, RunError
+from murmuration.accounting.escaping import escape_output
 from murmuration.contrib.dense.protocols import DENSE
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.subject import Subject
@@ -87,6 +88,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     try:
         if arguments.command == "compare":

@@ -12,6 +12,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.errors import DONE, RunError
+from murmuration.accounting.escaping import escape_output
 from murmuration.train.commands.exit_codes import complain
 
 
@@ -81,6 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     from murmuration.data.index.open import require_index
     from murmuration.data.store.place import ShardError

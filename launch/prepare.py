@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import os
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.errors import BAD_INPUT, InputError, RunError
-from murmuration.accounting.escaping import sentence
+from murmuration.accounting.escaping import escape_output, sentence
 from murmuration.accounting.unit import SINGLE
 from murmuration.data.progress import Progress
 from murmuration.data.synthetic.kinds import KINDS
@@ -32,6 +31,7 @@ from murmuration.launch import prepare_demo, prepare_index, prepare_pack
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     parser = argparse.ArgumentParser(description="Prepare data for Murmuration.")
     names = parser.add_subparsers(required=True)
     for command in (prepare_demo, prepare_index, prepare_pack):
@@ -84,8 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     split.add_argument("--registry", metavar="FOLDER", help="write it there, too: what configs name as run.registry")
     split.add_argument("--public-fraction", type=float, required=True, help="share of them, between 0 and 1")
     arguments = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of folders need not be text
     try:
         return arguments.run(arguments)
     except RunError as error:

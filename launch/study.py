@@ -17,6 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RESUME_ME, InputError, RunError
+from murmuration.accounting.escaping import escape_output
 from murmuration.train.commands.exit_codes import complain
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     from murmuration.evaluation.study.plan_runs import plan_in_words, require_budgets, require_sound
     from murmuration.evaluation.study.study_file import load_study, runs_of

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installing the project
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
-from murmuration.accounting.escaping import printable, sentence
+from murmuration.accounting.escaping import escape_output, printable, sentence
 
 FEATURES = (".npz", ".npy")
 
@@ -44,6 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     try:
         from murmuration.evaluation.errors import EvaluationError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, REFUSED, RunError
-from murmuration.accounting.escaping import sentence
+from murmuration.accounting.escaping import escape_output, sentence
 from murmuration.accounting.sampling import SamplingKind
 
 Command = Callable[[argparse.Namespace], tuple[dict[str, Any], str]]
@@ -35,6 +35,7 @@ def _command(name: str) -> Command:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = _parser().parse_args(argv)
     command = _command(arguments.command)
     from murmuration.accounting.certificate.verify import CertificateError

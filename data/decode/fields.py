@@ -33,12 +33,15 @@ def numbers_of(
     members: Mapping[str, bytes], labels: Sequence[str], target: str | None, classes: int, weight: str | None,
     class_list: ClassList | None = None,
 ) -> tuple[list[int], float]:  # fmt: skip
-    """The named labels and the weight; `cls` is the record's .cls, a number or a name on the list. With `classes`, the
-    target must be the number of one of them. The list says which output its number stands for."""
+    """The named labels and the weight; `cls` is the record's .cls. It and the target may be names on the list. With
+    `classes`, the target must be the number of one of them. The list says which output its number stands for."""
     wanted = [*(name for name in labels if name != "cls"), *([] if weight is None else [weight])]
     fields = _fields(members, wanted) if wanted else None
     names = class_list.numbers_in_files if class_list is not None else {}
-    found = [_class_number(members, names) if name == "cls" else _integer(fields, name) for name in labels]
+    found = [
+        _class_number(members, names) if name == "cls" else _integer(fields, name, names if name == target else {})
+        for name in labels
+    ]
     if class_list is not None and target is not None:
         found[labels.index(target)] = _output(found[labels.index(target)], class_list)
     # A number without a class would crash a GPU much later, with no hint of where it came from.
@@ -89,7 +92,7 @@ def class_in_file(members: Mapping[str, bytes], label: str, class_list: ClassLis
     """The number that a file gives the class of its record, which may be on no list."""
     if label == "cls":
         return _class_number(members, class_list.numbers_in_files)
-    return _integer(_fields(members, [label]), label)
+    return _integer(_fields(members, [label]), label, class_list.numbers_in_files)
 
 
 def _output(number: int, class_list: ClassList) -> int:
@@ -149,17 +152,20 @@ def _bounded(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
-def _integer(fields: Any, name: str) -> int:
-    """An integer, which may be written as 3.0 or "3"; 3.7 and "1_0" are refused, though int() takes them."""
+def _integer(fields: Any, name: str, names: Mapping[str, int]) -> int:
+    """A name on the list, or an integer, which may be written as 3.0 or "3"; 3.7 and "1_0" are refused, though int()
+    takes them."""
     try:
         value = fields[name]
     except (KeyError, TypeError) as error:
         raise BadRecord(f"no label {name} in the record ({type(error).__name__})") from error
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)
+    if isinstance(value, str) and (number := names.get(value.strip())) is not None:
+        return number
     if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
         return int(value)
-    raise BadRecord(f"the record's {name} is not a whole number")
+    raise BadRecord(f"the record's {name} is not a whole number{' or a name on the class list' if names else ''}")
 
 
 def _weight(fields: Any, name: str) -> float:

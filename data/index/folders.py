@@ -82,8 +82,8 @@ def list_images(root: Path, rule: Rule = "auto") -> tuple[list[ImageFile], bool]
     files = [ImageFile(_group(name, chosen), name, state.st_size, state.st_mode) for name, state in found]
     if chosen != "none" and (loose := next((file for file in files if not file.group), None)):
         raise ShardError(
-            f"{root / os.fsdecode(loose.name)}: an image beside the class folders has no class; move it, or pass "
-            "--classes none"
+            f"{root / os.fsdecode(loose.name)}: an image beside the class folders has no class; move it, or "
+            "index the folder with --classes none"
         )
     if chosen == "top":
         # torchvision numbers all class folders and refuses empty ones; skipping one would shift the labels after it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
@@ -76,7 +77,7 @@ def find(folder: str | os.PathLike[str]) -> Path:
 
 
 def mend(folder: str | os.PathLike[str]) -> str:
-    return f"build it with: python launch/prepare.py index {folder}"
+    return f"build it with: python launch/prepare.py index {shlex.quote(os.fspath(folder))}"
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:

@@ -27,7 +27,7 @@ def open_index(folder: str | os.PathLike[str], *, excluded: Handling = "absent")
         if found != places:
             raise ShardError(
                 f"{index.folder}: its {len(found)} shards are not the {len(places)} that {os.fspath(folder)} names; "
-                f"name the folder for all of them, or {mend(_quoted(folder))} --out INDEX and name INDEX"
+                f"name the folder for all of them, or {mend(folder)} --out INDEX and name INDEX"
             )
         return index
     kind = read_manifest(folder).kind
@@ -50,12 +50,8 @@ def _names_shards(folder: str | os.PathLike[str]) -> bool:
 def _built(root: Path, pattern: str | os.PathLike[str]) -> Path:
     folder = root / FOLDER
     if not (folder / MANIFEST).is_file():
-        raise ShardError(f"{folder}: no index here; {mend(_quoted(pattern))}")
+        raise ShardError(f"{folder}: no index here; {mend(pattern)}")
     return folder
-
-
-def _quoted(pattern: str | os.PathLike[str]) -> str:
-    return f"'{os.fspath(pattern)}'"
 
 
 def open_units(index: RecordIndex, by: str) -> UnitTable:

@@ -4,10 +4,12 @@ folders (Caltech-101, iNaturalist, any folder of classes)."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from murmuration.data.index.folders import Rule, list_images
+from murmuration.accounting.escaping import printable
+from murmuration.data.index.folders import Rule, extension, ignored_names, list_images, most_common
 from murmuration.data.pack.row import (
     UNREADABLE,
     Fault,
@@ -115,12 +117,15 @@ class Folders(Files):
         found, self._labelled = list_images(root, rule)
         self._found = [file for file in found if file.group not in without]
         classes = len({file.group for file in self._found})
-        self.told = f"{root.name}: {classes} folders of classes" if self._labelled else f"{root.name}: no classes"
+        others = Counter(extension(name) for name in ignored_names(root))
+        self.told = f"{root.name}: {f'{classes} folders of classes' if self._labelled else 'no classes'}" + (
+            f"; not used: {most_common(others)}" if others else ""
+        )
 
     def rows(self) -> Iterator[Row | Fault]:
         for file in self._found:
             name = os.fsdecode(file.name)
-            yield Row(name, name, name, None, " ".join(file.group.split()) if self._labelled else None)
+            yield Row(printable(name), name, name, None, " ".join(file.group.split()) if self._labelled else None)
 
 
 def open_caltech(source: Path) -> Folders:

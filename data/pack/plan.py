@@ -11,7 +11,7 @@ import os
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,32 +271,45 @@ class Labels:
     outside: int = 0
 
     def member(self, label: str) -> bytes:
-        if self.numbers and (found := _WHOLE.fullmatch(label)):
-            return found[1].encode()
-        return label.encode()
+        if (whole := _WHOLE.fullmatch(label)) is None:
+            return label.encode()
+        # A name that is a whole number would be read as one, so it is written as its place, or as none.
+        return (whole[1] if self.numbers else str(_place(label, self.names))).encode()
 
     def values(self, listed: str) -> list[str | int]:
         """A list of classes as the .json keeps it."""
-        return [int(self.member(label)) if self.numbers else label for label in json.loads(listed)]
+        return [int(self.member(each)) if _WHOLE.fullmatch(each) else each for each in json.loads(listed)]
 
 
-def settle(found: dict[str, int], published: tuple[str, ...], given: ClassList | None) -> Labels:
-    """Labels that are all whole numbers stay numbers; names are on the list that is given, on the published one of the
-    layout, or else on one of all that occur."""
+def _place(label: str, names: Sequence[str]) -> int:
+    """The line of a name on the list, from 0, and -1 for none; 1.0 is the name 1."""
+    whole = _WHOLE.fullmatch(label)
+    return next((names.index(name) for name in (label, whole[1] if whole else "") if name in names), -1)
+
+
+def has_numbers(names: Sequence[str]) -> bool:
+    return any(map(_WHOLE.fullmatch, names))
+
+
+def settle(found: dict[str, int], published: tuple[str, ...], given: ClassList | None, from_rows: bool) -> Labels:
+    """Names are on the list that is given, on the published one of the layout, or, `from_rows`, on one of all that
+    occur. Labels that are all whole numbers are the numbers of classes, unless the list has such names itself, as of
+    grades from 1 to 5, or is to be made of them."""
+    names = given.names if given is not None else published
     if not found:
-        return Labels(given.names if given is not None else published)
+        return Labels(names)
     whole = [label for label in found if _WHOLE.fullmatch(label)]
-    if len(whole) == len(found):
-        names = given.names if given is not None else ()
-        beyond = sum(count for label, count in found.items() if names and int(label.partition(".")[0]) >= len(names))
-        return Labels(names, numbers=True, outside=beyond)
-    if whole:
+    if whole and not (has_numbers(names) if names else from_rows):
+        if len(whole) == len(found):
+            beyond = [label for label in whole if names and int(label.partition(".")[0]) >= len(names)]
+            return Labels(names, numbers=True, outside=sum(found[label] for label in beyond))
         other = next(label for label in found if label not in whole)
         raise PackError(
             f"the labels {shown(whole[0])} and {shown(other)}: some are numbers and others names, and a number in a "
             "record is taken for a class by its place; rename one kind"
         )
-    names = given.names if given is not None else published
     if names:
-        return Labels(names, outside=sum(count for label, count in found.items() if label not in set(names)))
-    return Labels(tuple(found), from_rows=True)
+        return Labels(names, outside=sum(count for label, count in found.items() if _place(label, names) < 0))
+    # In numeric order, so that numbers from 0 without a gap stay what they are.
+    order = sorted(found, key=lambda name: (int(match[1]) if (match := _WHOLE.fullmatch(name)) else 0, name))
+    return Labels(tuple(order), from_rows=True)

@@ -60,14 +60,14 @@ class Table(Files):
 
 
 def _lines(table: Path) -> Iterator[tuple[str, Cells] | Fault]:
-    """Comma- or tab-separated text with a header. Bytes that are no UTF-8 survive as surrogates, because names of files
-    need not be text."""
+    """Text separated by commas, tabs or semicolons, with a header. Bytes that are no UTF-8 survive as surrogates,
+    because names of files need not be text."""
     csv.field_size_limit(_LONGEST_CELL)
     with table.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline()
         file.seek(0)
-        # open_clip writes tab-separated tables that are called .csv.
-        rows = _rows(file, "\t" if header.count("\t") > header.count(",") else ",", table)
+        # open_clip writes tab-separated tables that are called .csv, and spreadsheets in much of Europe semicolons.
+        rows = _rows(file, max(",\t;", key=header.count), table)
         names = next(rows, (1, []))[1]
         if isinstance(names, csv.Error) or len(set(names)) < len(names) or not names:
             raise PackError(f"{table}: its first line must name the columns, each once; add a header")

@@ -38,7 +38,7 @@ from murmuration.data.decode.record import DataSpec, RecordMaker
 from murmuration.data.decode.resize import resized
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.pack.dicom import Window, as_png, is_dicom
-from murmuration.data.pack.plan import Labels, Plan, Planned, settle
+from murmuration.data.pack.plan import Labels, Plan, Planned, has_numbers, settle
 from murmuration.data.pack.row import MISSING, UNDECODABLE, BadPicture, Fault, Layout, PackError
 from murmuration.data.store.index_files import index_file, make_folder, read_json
 from murmuration.data.store.tar import shown
@@ -205,7 +205,9 @@ class _Packer:
             raise _nothing(plan.faults())
         if not self._counts[0]:
             raise PackError(f"--hold-out {request.hold_out:g}: holds out all records; name a smaller share")
-        self._labels = settle(plan.labels(), layout.classes, request.classes)
+        # Lists of a layout with published names hold numbers.
+        published = layout.classes if request.listed is None else ()
+        self._labels = settle(plan.labels(), published, request.classes, request.classes_from_rows)
         if self._labels.from_rows and not request.classes_from_rows:
             raise PackError(
                 "the rows have names of classes and no list says which there are: name a public one with --classes, or "
@@ -214,6 +216,7 @@ class _Packer:
         more: dict[str, Any] = {} if request.listed is None else {"listed": request.listed}
         more |= {} if request.window is None else {"window": [request.window.centre, request.window.width]}
         more |= {} if request.max_shorter_side is None else {SHRUNK_TO: request.max_shorter_side}
+        more |= {"places": True} if not self._labels.numbers and has_numbers(self._labels.names) else {}
         self._digest = plan.digest({"per_shard": request.per_shard, "classes": self._labels.names, **more})
 
     def pack(self) -> Packed:

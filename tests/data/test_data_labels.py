@@ -84,6 +84,24 @@ def test_a_field_of_the_json_can_be_the_class_and_wild_numbers_are_bad(
     assert "kind" not in batch.inputs
 
 
+def test_a_field_of_the_json_can_name_the_class_as_the_list_does(
+    tmp_path: Path, write_tar: Callable[..., Path], picture: Pictures
+) -> None:
+    """A run whose records all were bad would spend its budget on noise, and must not say so."""
+    fields = [{"kind": "cat"}, {"kind": " 2 "}, {"kind": 2}, {"kind": "0"}, {"kind": "dog"}]
+    samples = [
+        {"__key__": str(i), "jpg": picture(i), "json": json.dumps(each).encode()} for i, each in enumerate(fields)
+    ]
+    write_tar(tmp_path / "a.tar", samples)
+    classes = ClassList(("2", "bird", "cat"))
+    spec = DataSpec(16, labels=("kind",), target="kind", classes=3, class_list=classes)
+    reader = BatchReader(build(tmp_path), spec)
+    batch = reader.read(np.arange(5), 0)
+    assert batch.present.tolist() == [True] * 4 + [False]
+    assert batch.inputs["labels"].tolist() == [2, 0, 2, 0, 0]
+    assert list(reader.bad_reasons.values()) == ["the record's kind is not a whole number or a name on the class list"]
+
+
 LIST = ClassList(("n02085620", "n01443537", "n01440764", "n09999999"))
 
 

@@ -16,6 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,7 +320,53 @@ def test_labels_are_held_to_a_public_list(pictures: Path, tmp_path: Path, capsys
     assert "some are numbers and others names" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "tsv", "tabs.csv", "metadata", "parquet"])
+@pytest.mark.parametrize("several", [False, True])
+def test_names_that_are_whole_numbers_are_no_numbers_of_classes(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], several: bool
+) -> None:
+    """Grades from 1 to 3 would all be taken for the grade above them, and the last one for none."""
+    cells = ["1", "3", "2.0", "0", "1"]
+    rows = [["file_name", "grade"], *map(list, zip(names(pictures), cells, strict=False))]
+    table = write_csv(tmp_path / "t.csv", rows)
+    (tmp_path / "grades.txt").write_text("1\n2\n3\n")
+    asked = ["--csv", table, "--label", "grade", *(["--separator", "|"] if several else [])]
+    pack(pictures, *asked, "--classes", tmp_path / "grades.txt", "--out", tmp_path / "out")
+    assert "labels outside the list of classes: 1;" in capsys.readouterr().out
+    spec = DataSpec(16, classes=3, class_list=ClassList.read(tmp_path / "out" / "classes.txt"))
+    spec = replace(spec, listed="grade") if several else replace(spec, labels=("cls",), target="cls")
+    batch = BatchReader(ShardIndex.open(tmp_path / "out"), spec).read(np.arange(5), 0)
+    right = batch.inputs["labels"].int().argmax(1) if several else batch.inputs["labels"]
+    assert batch.present.tolist() == [True, True, True, False, True] and right.tolist() == [0, 2, 1, 0, 0]
+    pack(pictures, *asked, "--classes-from-rows", "--out", tmp_path / "listed")
+    assert (tmp_path / "listed" / "classes.txt").read_text() == "0\n1\n2.0\n3\n", "which numbers mean by themselves"
+    pack(pictures, *asked, "--out", tmp_path / "numbers")
+    assert not (tmp_path / "numbers" / "classes.txt").exists()
+
+
+def test_files_beside_the_images_of_class_folders_are_counted(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(names(pictures)[2:6]):
+        folder = tmp_path / "set" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(pictures / name, folder)
+        (folder / f"{number}.tiff").write_bytes(b"II*\0")
+    pack(tmp_path / "set", "--classes-from-rows", "--out", tmp_path / "out")
+    assert "set: 2 folders of classes; not used: 4 files (4 .tiff)" in capsys.readouterr().out
+
+
+def test_names_of_files_and_class_folders_need_not_be_text(pictures: Path, tmp_path: Path) -> None:
+    """As in archives of older systems."""
+    for number, (name, folder) in enumerate(zip(names(pictures), (b"cheese", b"K\xe4se"), strict=False)):
+        (tmp_path / "set" / os.fsdecode(folder)).mkdir(parents=True)
+        shutil.copy(pictures / name, tmp_path / "set" / os.fsdecode(folder) / os.fsdecode(b"\xe4%d.jpg" % number))
+    pack(tmp_path / "set", "--classes-from-rows", "--out", tmp_path / "out")
+    assert [each["cls"] for each in records(tmp_path / "out")] == [b"cheese"]
+    (left,) = left_out(tmp_path / "out")
+    assert left["row"] == "K\\udce4se/\\udce41.jpg" and left["detail"] == "its label or its unit is not UTF-8"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "tsv", "tabs.csv", "semicolons.csv", "metadata", "parquet"])
 def test_tables_of_all_kinds_give_the_same_records(pictures: Path, tmp_path: Path, kind: str) -> None:
     rows = [{"file_name": name, "text": f'caption {n}, "quoted"'} for n, name in enumerate(names(pictures))]
     lists = [["file_name", "text"], *(list(row.values()) for row in rows)]
@@ -337,7 +384,7 @@ def test_tables_of_all_kinds_give_the_same_records(pictures: Path, tmp_path: Pat
     elif kind == "metadata":
         write_csv(pictures / "metadata.csv", lists)
     else:
-        write_csv(table, lists, "\t")
+        write_csv(table, lists, ";" if kind == "semicolons.csv" else "\t")
     pack(pictures, *(() if kind == "metadata" else ("--csv", table)), "--out", tmp_path / "other")
     assert bytes_of(tmp_path / "csv") == bytes_of(tmp_path / "other")
 

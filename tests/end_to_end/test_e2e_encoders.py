@@ -133,3 +133,5 @@ def test_batch_norm_keeps_the_statistics_of_its_weights(tmp_path: Path, trainabl
     body = {name: tensor for name, tensor in after.items() if name.startswith("body.net.")}
     moved = {name for name, tensor in body.items() if not torch.equal(tensor, before[name.removeprefix("body.net.")])}
     assert not [name for name in moved if "running" in name] and bool(moved) == (trainable == "all")
+    assert export.main([str(run_dir), str(tmp_path / "timm"), "--form", "timm"]) == 0
+    assert "model.safetensors holds certified weights" in verify(tmp_path / "timm").attached.checked

@@ -12,7 +12,9 @@ import stat
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,3 +414,15 @@ def test_the_report_begins_with_what_was_run_and_ends_with_what_can_be_done(
     assert page.count("<span>a <span class='wrong'>blue</span> square</span>") == 1
     assert page.count("class='right'>a red square<") == 1
     assert "python launch/account.py verify RUN_DIR" in page and "href='certificate.html'" in page
+
+
+def test_a_full_disk_is_told_with_the_file() -> None:
+    """Only what `open` raises names it by itself."""
+    writer: Any = SimpleNamespace(add_scalar=lambda *_, **__: None, flush=lambda: None)
+    told: list[Any] = []
+    with suppress(OSError), Path("/dev/full").open("w") as log:  # to close it fails, too
+        try:
+            Board._write(writer, log, "private", "dp", 1, {"lr": 1.0}, None)
+        except OSError as error:
+            told.append(error.filename)
+    assert told == ["/dev/full"]

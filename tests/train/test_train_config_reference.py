@@ -201,7 +201,7 @@ def test_its_twin_without_privacy_takes_all_records(tmp_path: Path) -> None:
 
 def test_a_micro_batch_is_settled_before_all_records_are_counted(tmp_path: Path) -> None:
     """The word "auto" asks for the batch before there is an index."""
-    drawn = _drawn(given(tmp_path, {}).phases[0])
+    drawn = _drawn(given(tmp_path, {}).phases[0], "phases.0")
     assert math.isfinite(drawn.mean) and drawn.even(2, 8) == 8
 
 

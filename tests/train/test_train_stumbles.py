@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from murmuration.__main__ import COMMANDS as EVERY
+from murmuration.data.index.folders import build_folder
 from murmuration.launch import init, prepare
 from murmuration.train.commands import doctor, export, forecast, retire, train
 from tests.support.config_base import BASE
@@ -25,6 +29,15 @@ def lay_out(folder: Path) -> None:
     indexed(folder / "shards", [{"png": png(number), "txt": b"a picture"} for number in range(10)])
     private = BASE["phases"][1] | {"data": {"path": "shards", "tokenizer": "clip:515"}, "evaluation": None}
     private |= {"privacy": private["privacy"] | {"expected_batch": 5}}
+    for number in range(8):
+        (folder / "folders" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        (folder / "folders" / "ab"[number % 2] / f"{number}.png").write_bytes(png(number))
+    build_folder(folder / "folders")
+    (folder / "classes.txt").write_text("a\nb\nc\n")
+    classify = private | {"objective": "classify", "data": {"path": "folders", "label": "cls"}}
+    sizes = {"image_size": 32, "patch_size": 8, "width": 16, "depth": 1, "heads": 2}
+    classifier = {"family": "classifier", "size": "custom", **sizes, "classes": 2}
+    (folder / "folders.json").write_text(json.dumps(BASE | {"model": classifier, "phases": [classify]}))
     start = {"name": "start", "data": {"source": "checkpoint", "path": "w", "public": True}}
     for name, phases in (("small", [private]), ("start", [start, private])):
         (folder / f"{name}.json").write_text(json.dumps(BASE | {"phases": phases}))
@@ -64,8 +77,15 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
         "phases.0.data.path: {here}/nowhere: no index here; build it with: python launch/prepare.py index {here}/",
     ),
     "a first config of records that were not indexed": (
-        ["init", "caption", "--data", "nowhere", "--epsilon", "8"],
-        "--data: nowhere: no index here; build it with: python launch/prepare.py index nowhere",
+        ["init", "caption", "--data", "no where", "--epsilon", "8"],
+        "--data: no where: no index here; build it with: python launch/prepare.py index 'no where'",
+    ),
+    "class folders of private records without a list": (
+        ["train", "--config", "folders.json"], "name data.classes, a file with one class per line",
+    ),
+    "more classes on the list than outputs": (
+        ["train", "--config", "folders.json", "--dry-run", "--set", "phases.0.data.classes=classes.txt"],
+        "phases.0.data.classes: 3 classes, but the model has 2 outputs; set model.classes to 3",
     ),
     "a check without a config": (["prepare", "check", "--config", "my.json"], "there is no config file my.json"),
     "a plan without a link": (
@@ -151,3 +171,16 @@ def test_none_of_them_waits_for_pytorch(tmp_path: Path) -> None:
         [sys.executable, "-c", ALL], input=asked, cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_no_letter_is_too_much_for_the_output(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of days would end with an exception at its first ε, where the locale is that of Latin-1."""
+    output = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr("sys.stdout", output)
+    monkeypatch.setattr("sys.argv", [command, "--help"])
+    with pytest.raises(SystemExit):
+        import_module(EVERY[command][0]).main()
+    print("ε")
+    output.seek(0)
+    assert output.read().endswith("\\u03b5\n")

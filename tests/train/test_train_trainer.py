@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from murmuration.accounting.epsilon import accountant
+from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.sampling import Poisson
@@ -142,7 +143,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def test_a_log_line_finds_its_epsilon_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = begin(tmp_path, SAMPLED)
     train(journal, range(1, 1 + EVERY), SAMPLED)  # the ledger computes what the first steps may spend
-    seen, spent = computed(monkeypatch), Spent(lambda: journal.history, 50.0, EVERY)
+    seen, spent = computed(monkeypatch), Spent(lambda: journal.history, EVERY)
     end = 4 * EVERY - 1
     found = [spent(end - EVERY)]
     for first in range(1 + EVERY, end, EVERY):
@@ -162,10 +163,19 @@ def test_a_log_line_finds_its_epsilon_ready(tmp_path: Path, monkeypatch: pytest.
 LEFT = 100
 
 
+def test_a_log_line_compares_what_all_phases_spent_with_all_that_they_may(tmp_path: Path) -> None:
+    """A second phase with a budget of 2 told of "3.014 of 2"."""
+    journal = begin(tmp_path, replace(PLAN, epsilon_budget=3.0))
+    spent = Spent(lambda: journal.history, EVERY)
+    assert spent.budget == 3.0
+    journal.declare_plan(1, "second", replace(PLAN, epsilon_budget=2.0), describe("pld"))
+    assert spent.budget == 5.0
+
+
 def test_what_was_not_foreseen_is_computed_anew(tmp_path: Path) -> None:
     """A line sooner than the others, a step with less noise, a new segment."""
     journal = begin(tmp_path, PLAN)
-    spent = Spent(lambda: journal.history, 50.0, EVERY)
+    spent = Spent(lambda: journal.history, EVERY)
     assert spent(LEFT) == 0.0, "nothing was opened"
     train(journal, range(1, 4))
     assert spent(LEFT) == journal.history.epsilon()
@@ -181,7 +191,7 @@ def test_what_was_not_foreseen_is_computed_anew(tmp_path: Path) -> None:
 
 def test_a_fault_in_the_thread_is_that_of_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = begin(tmp_path, PLAN)
-    spent = Spent(lambda: journal.history, 50.0, 1)
+    spent = Spent(lambda: journal.history, 1)
 
     def broken(events: object, delta: float) -> float:
         raise MemoryError

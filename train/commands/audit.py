@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from murmuration.accounting.errors import DONE, REFUTED, RunError
+from murmuration.accounting.escaping import escape_output
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exit_codes import FROM_THE_START, complain, guarded, joined, leave
 
@@ -63,6 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     from murmuration.train.config.load import load  # what a typo needs is imported first, and PyTorch last
     from murmuration.train.storage.run_dir import run_dir_of

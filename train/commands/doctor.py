@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
-from murmuration.accounting.escaping import printable, sentence
+from murmuration.accounting.escaping import escape_output, printable, sentence
 from murmuration.train.commands.exit_codes import complain_per_machine
 from murmuration.train.commands.finding import FAIL, OK, WARN, Finding
 
@@ -53,6 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     config = None
     if arguments.config is not None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
-from murmuration.accounting.escaping import sentence
+from murmuration.accounting.escaping import escape_output, sentence
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -40,6 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     if not arguments.from_deepspeed and not (arguments.run_dir / "ledger.jsonl").is_file():
         # Here, since what exports takes seconds to import.

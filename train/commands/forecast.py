@@ -6,6 +6,7 @@ import argparse
 import time
 
 from murmuration.accounting.errors import DONE, InputError, RunError
+from murmuration.accounting.escaping import escape_output
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exit_codes import complain
 
@@ -40,6 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     from murmuration.train.config.load import load
 

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from murmuration.accounting.errors import BAD_INPUT, DONE, RunError
-from murmuration.accounting.escaping import printable, sentence
+from murmuration.accounting.escaping import escape_output, printable, sentence
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.train.storage.run_dir import RunDir
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     parser = argparse.ArgumentParser(prog="retire.py", description="Certifies what a run has spent; destroys its key.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     arguments = parser.parse_args(argv)

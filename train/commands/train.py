@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from murmuration.accounting.errors import BUDGET_SPENT, DONE, RunError
+from murmuration.accounting.escaping import escape_output
 from murmuration.train.commands.arguments import add_config
 from murmuration.train.commands.exit_codes import complain_per_machine, guarded, joined, leave
 
@@ -46,6 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_output()
     arguments = parse(argv)
     from murmuration.train.config.load import load  # what a typo needs is imported first, and PyTorch last
     from murmuration.train.storage.run_dir import run_dir_of

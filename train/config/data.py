@@ -19,7 +19,7 @@ _LOOKS_AT_LABELS = (
     "depend on it; leave these classes off the list of `classes`, and private records of them keep their slots and "
     "contribute nothing"
 )
-_LABEL = "Integer field of a record's .json, or 'cls': .cls file or class folder."
+_LABEL = "Field of a record's .json: a class number or a name in `classes`; 'cls': .cls or class folder."
 _MULTI_LABEL = "`label` lists any number of `classes`; needs model.classify_loss 'sigmoid'."
 _READING = "Fetching and decoding."
 _PUBLIC = "Your word that these records are public."

@@ -93,8 +93,10 @@ def write_json(path: Path, told: Mapping[str, Any]) -> None:
 
 
 def write_weights(entries: WeightEntries, finished: Finished, path: Path, metadata: dict[str, str]) -> None:
-    # Copies: safetensors takes no two names of one memory.
-    save_file({name: entry.tensor.clone().contiguous() for name, entry in entries.items()}, path, metadata)
+    # Copies: safetensors takes no two names of one memory. In fp32, as the certificate lists every tensor: BatchNorm
+    # counts batches in integers, of which the same number would be other bytes.
+    tensors = {name: entry.tensor.float().clone().contiguous() for name, entry in entries.items()}
+    save_file(tensors, path, metadata)
     write_json(path.parent / RENAMED, {path.name: _renamed(entries, finished)})
 
 

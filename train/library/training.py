@@ -240,11 +240,11 @@ class PrivateTraining:
 
     @cached_property
     def _loop(self) -> Trainer:
-        settings, steps, budget = self.settings, self.plan.steps, self.plan.epsilon_budget
+        settings, steps = self.settings, self.plan.steps
         return Trainer(
             NAME, steps, self._rates, self.step, self.ranks, self._board, self._pace, self._saving,
             every=settings.checkpoint_every, log_every=settings.log_every,
-            spent=Spent(lambda: self._run.writer.history, budget, settings.log_every),
+            spent=Spent(lambda: self._run.writer.history, settings.log_every),
         )  # fmt: skip
 
     @cached_property

@@ -19,6 +19,7 @@ from murmuration.train.distributed.cores import groups_of
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.planner.memory import GIB, memory_of
 from murmuration.train.planner.rows import Batch
+from murmuration.train.recipe.open_data import known_records
 from murmuration.train.storage.micro_batch_file import KEY, found_once, kept
 
 SHARE_OF_MAIN_MEMORY = 0.5
@@ -62,7 +63,7 @@ def largest(config: Config, world: int, room: float, gpus: bool) -> int:
             "higher zero_optimization.stage, more ranks or a smaller model"
         )
     # Of several phases, the last is the private one of every recipe.
-    batch, (_, _, trained) = _drawn(phases[-1]), found[-1]
+    batch, (_, _, trained) = _drawn(phases[-1], f"phases.{config.phases.index(phases[-1])}"), found[-1]
     if gpus:
         return batch.even(world, min(fits))
     return batch.on_processors(world, max(record for _, record, _ in found), trained, min(fits))
@@ -79,11 +80,13 @@ def _fitting(config: Config, phase: Phase, world: int, room: float) -> tuple[int
     return need.micro_batch(room, cost, each), cost.kept_bytes + each, weights.trainable
 
 
-def _drawn(phase: Phase) -> Batch:
+def _drawn(phase: Phase, where: str) -> Batch:
     if phase.privacy is None:
         return Batch(float(phase.batch or 1))
     mean = phase.privacy.expected_batch
-    if math.isinf(mean):  # all records, of which there are more than fit in any micro-batch
+    if math.isinf(mean):  # the whole data set each time, or more than fits into any micro-batch
+        with contextlib.suppress(RecipeError):  # the data are not at hand
+            return Batch(float(known_records(phase, where)[0]), public=False)
         mean = float(2**32)
     return Batch(mean, math.sqrt(mean), public=False)  # the spread at a small q, and more than that at a large one
 

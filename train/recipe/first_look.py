@@ -17,6 +17,7 @@ from murmuration.train.config.data import CheckpointData, ShardData
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.root import Config
 from murmuration.train.config.section import RecipeError
+from murmuration.train.recipe.labels import check_at_hand
 from murmuration.train.recipe.open_data import known_records, open_text, open_units
 from murmuration.train.recipe.record_names import names_at_hand
 from murmuration.train.recipe.weights_at_hand import require_weights
@@ -37,6 +38,7 @@ def first_look(config: Config, training: bool) -> None:
         names_at_hand(number, phase)
         if phase.privacy is not None:
             _require_possible(phase, where)
+    check_at_hand(config, config.model.classes)
 
 
 def _require_records(data: ShardData, where: str) -> None:

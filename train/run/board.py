@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from murmuration.accounting.durable import naming
 from murmuration.accounting.escaping import printable, printable_lines
 from murmuration.train.measures.shares import TITLES
 from murmuration.train.storage.run_dir import BadRecordList, PublicTimes, RunDir, end_line, measurements, open_private
@@ -209,8 +210,9 @@ class Board:
     ) -> None:  # fmt: skip
         for name, value in values.items():
             writer.add_scalar(f"{tag}/{name}", value, step, walltime=walltime)
-        log.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
-        log.flush()
+        with naming(log.fileno()):
+            log.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
+            log.flush()
         writer.flush()
 
 

@@ -220,7 +220,7 @@ def trainer_of(
         run.board, pace, saving, watching, Ending.of(phase, run.folder, run.ranks, done),
         every=config.checkpoint_every, lag=config.checkpoint_lag, log_every=config.log_every, clip_bound=clip_bound,
         public=settings.data.public,
-        spent=Spent(lambda: run.writer.history, plan.epsilon_budget, config.log_every) if plan else None,
+        spent=Spent(lambda: run.writer.history, config.log_every) if plan else None,
     )  # fmt: skip
 
 

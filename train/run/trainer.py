@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
-from murmuration.accounting.epsilon.accountant import epsilon, merge
+from murmuration.accounting.epsilon.accountant import epsilon, merge, round_up
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import BudgetSpent
 from murmuration.accounting.ledger.history import History
@@ -117,8 +117,8 @@ class Trainer:
         line = f"{self.name}  step {step}/{self.steps}  lr {rate:.2e}"
         if self.spent is not None:
             spent, left = self.spent, self.steps - step
-            values["epsilon"] = self.ranks.on_main(lambda: spent(left))
-            line += f"  ε {values['epsilon']:.3f} of {self.spent.budget:g}"
+            values["epsilon"], budget = self.ranks.on_main(lambda: (spent(left), spent.budget))
+            line += f"  ε {round_up(values['epsilon'], 3):.3f} of {budget:g}"
         known = self.pace.rate()
         if known is not None:
             values["samples_per_second"] = known[0]
@@ -146,18 +146,23 @@ class Trainer:
 
 
 class Spent:
-    """The epsilon of a log line: of every step opened so far, without letting the ranks wait for it.
+    """The epsilon of a log line: of every step opened so far, in all phases, without letting the ranks wait for it.
 
     Composing tens of thousands of steps takes a second or two, in which no rank trains. So the epsilon of the next log
     line is computed in a thread while the steps up to it run, on the assumption that each is charged like the last one.
     Where that turns out wrong, it is computed when it is asked for. Called on the main rank, which holds the ledger.
     """
 
-    def __init__(self, history: Callable[[], History], budget: float, every: int) -> None:
+    def __init__(self, history: Callable[[], History], every: int) -> None:
         """`every`: how many steps lie between two log lines."""
-        self._history, self.budget, self._every = history, budget, every
+        self._history, self._every = history, every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="epsilon")
         self._ahead: tuple[list[Event], Future[float]] | None = None
+
+    @property
+    def budget(self) -> float:
+        """Of the phases that have begun, together."""
+        return self._history().budget()
 
     def __call__(self, left: int) -> float:
         """`left`: how many steps are still to come."""
