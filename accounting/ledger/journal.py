@@ -137,7 +137,11 @@ class Journal:
             self._append("plan", phase=phase, name=name, plan=plan.as_dict(), method=method)
         elif known != plan:
             new, old = plan.as_dict(), known.as_dict()
-            changed = [k for k in {**old, **new} if new.get(k) != old.get(k)]
+            both = {k: (old.get(k), new.get(k)) for k in {**old, **new} if new.get(k) != old.get(k)}
+            changed = [
+                f"{k} ({was:g}, now {now:g})" if isinstance(was, int | float) and isinstance(now, int | float) else k
+                for k, (was, now) in both.items()
+            ]
             raise LedgerError(
                 f"the plan of phase {name!r} is frozen in the ledger, but {', '.join(changed)} changed; "
                 "restore the config and data, or start a new run directory"
