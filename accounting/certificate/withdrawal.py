@@ -176,7 +176,8 @@ def _not_covered(certificate: dict[str, Any], one: str, records: int, units: boo
     ]
     found = certificate.get("composition") or {}
     together = (
-        f"together with this run they have ε = {round_up(found['epsilon_sum'])} for one {one} by the sum of all claims"
+        f"together with this run they have ε = {round_up(found['epsilon_sum'])}, δ = "
+        f"{show_delta(found['delta_sum'])} for one {one}, the sums of all claims"
         if found.get("epsilon_sum") is not None
         else "nothing is stated of them together with this run"
     )

@@ -147,6 +147,9 @@ def test_other_runs_on_the_same_records_are_named(tmp_path: Path) -> None:
     certificate = certified(whole_run(tmp_path))
     told = _not_covered(certificate | {"siblings": [{"run": "first", "epsilon": 1.0}, "second"]}, "record", 1, False)
     assert any(each.startswith("Other runs on the same records: first, second were known") for each in told)
+    added = {"composition": {"epsilon_sum": 9.0, "delta_sum": 3.0001e-5}, "siblings": [{"run": "first"}]}
+    told = _not_covered(certificate | added, "record", 1, False)
+    assert any("they have ε = 9.0, δ = 3.01e-05 for one record, the sums of all claims" in each for each in told)
 
 
 def late(folder: Path) -> None:

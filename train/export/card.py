@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from murmuration.accounting.certificate.evidence import refutations
 from murmuration.accounting.escaping import markdown_page, printable
 from murmuration.accounting.unit import noun_of
 from murmuration.model.captioner import Captioner
@@ -41,6 +42,7 @@ def write_card(
         run=str(certificate["run"]),
         what=_what(finished),
         promise=str(claim["statement"]),
+        refuted=refutations(dict(certificate)),
         signer=Markup(certificate["signature"]["public_key"]),
         private=bool(claim["private"]),
         unit=str(certificate["unit"]),
