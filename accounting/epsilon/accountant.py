@@ -179,8 +179,9 @@ def round_up(value: float, digits: int = 4) -> float:
 
 
 def show_epsilon(value: float, digits: int = 4) -> str:
-    """The same as text, with all digits before the point: `:g` has six in all, and rounds to the nearest."""
-    return f"{round_up(value, digits):.{digits}f}".rstrip("0").rstrip(".")
+    """The same as text, where `:g` has six digits in all and rounds to the nearest. What was rounded stays as it is."""
+    shown = f"{value:.{digits}f}"
+    return (shown if float(shown) >= value else f"{round_up(value, digits):.{digits}f}").rstrip("0").rstrip(".")
 
 
 def show_delta(delta: float, digits: int = 3) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 
-from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.certificate.evidence import rounded_down
+from murmuration.accounting.epsilon.accountant import round_up, show_epsilon
 from murmuration.accounting.epsilon.audit_evidence import ACCUSED, AuditBound, Bound
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import RandomAllocation
@@ -44,8 +44,10 @@ class AuditReport:
         """Every claim that does not stand, in words."""
         found = []
         if self.p_value < ACCUSED:
-            least, claim = self.bound.epsilon, self.claim
-            found.append(f"epsilon is at least {least:.3f}, and {claim:.3f} is claimed (p = {self.p_value:.2g})")
+            found.append(
+                f"epsilon is at least {rounded_down(self.bound.epsilon)} with {self.bound.confidence:.0%} confidence, "
+                f"and {show_epsilon(self.claim)} is claimed (p = {self.p_value:.2g} for the claim)"
+            )
         if not self.sampling.passed:
             found.append(f"the batches are not {self._drawn} at the claimed rate")
         if not self.divisor.passed:
@@ -123,4 +125,4 @@ class AuditReport:
 def shown(bound: Bound) -> str:
     # Rounded down, as a lower bound must be.
     how = f"{bound.correct} of {bound.guesses} guesses right" if bound.guesses else "continuous values"
-    return f"{math.floor(bound.epsilon * 1000) / 1000:.3f} ({bound.method}, {how})"
+    return f"{rounded_down(bound.epsilon)} ({bound.method}, {how})"

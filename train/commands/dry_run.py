@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.epsilon.accountant import round_up, show_delta
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import contribution_in_words
@@ -201,7 +201,7 @@ def _promised(promise: Promise) -> list[str]:
         *([f"views         {plan.views} of each record, clipped as one"] if plan.views > 1 else []),
         f"T             {plan.steps}",
         f"epsilon       {promise.epsilon} of {plan.epsilon_budget:g} (PLD)",
-        f"delta         {plan.delta:.6g}",
+        f"delta         {show_delta(plan.delta, 6)}",
         *(f"note          {note}" for note in promise.notes),
     ]
 

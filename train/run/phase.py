@@ -215,12 +215,13 @@ def trainer_of(
     plan: PrivacyPlan | None = None, clip_bound: float | None = None,
 ) -> Trainer:  # fmt: skip
     config, settings = run.config.run, phase.settings
+    budget = run.config.budget_up_to(phase.number)
     return Trainer(
         phase.name, settings.steps, partial(learning_rate, settings.schedule, settings.steps), make, run.ranks,
         run.board, pace, saving, watching, Ending.of(phase, run.folder, run.ranks, done),
         every=config.checkpoint_every, lag=config.checkpoint_lag, log_every=config.log_every, clip_bound=clip_bound,
         public=settings.data.public,
-        spent=Spent(lambda: run.writer.history, plan.epsilon_budget, config.log_every) if plan else None,
+        spent=Spent(lambda: run.writer.history, budget, config.log_every) if plan else None,
     )  # fmt: skip
 
 

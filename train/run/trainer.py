@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
-from murmuration.accounting.epsilon.accountant import epsilon, merge
+from murmuration.accounting.epsilon.accountant import epsilon, merge, round_up
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import BudgetSpent
 from murmuration.accounting.ledger.history import History
@@ -118,7 +118,7 @@ class Trainer:
         if self.spent is not None:
             spent, left = self.spent, self.steps - step
             values["epsilon"] = self.ranks.on_main(lambda: spent(left))
-            line += f"  ε {values['epsilon']:.3f} of {self.spent.budget:g}"
+            line += f"  ε {round_up(values['epsilon'], 3):.3f} of {self.spent.budget:g}"
         known = self.pace.rate()
         if known is not None:
             values["samples_per_second"] = known[0]
@@ -154,7 +154,7 @@ class Spent:
     """
 
     def __init__(self, history: Callable[[], History], budget: float, every: int) -> None:
-        """`every`: how many steps lie between two log lines."""
+        """`budget`: of the phases so far, like what is spent. `every`: how many steps lie between two log lines."""
         self._history, self.budget, self._every = history, budget, every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="epsilon")
         self._ahead: tuple[list[Event], Future[float]] | None = None
