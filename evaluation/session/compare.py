@@ -99,7 +99,7 @@ def _require_parts(found: dict[str, Any], certificate: dict[str, Any]) -> None:
 
 
 def table(lines: list[Line]) -> str:
-    rows = [("model", "protocol", "measure", "privacy", "value (95 % interval, records)")]
+    rows = [("model", "protocol", "measure", "privacy", "value (95 % interval, records; ± over draws)")]
     rows += [(line.model, line.protocol, line.measure, line.privacy, shown(line.number)) for line in lines]
     return aligned([tuple(map(printable, row)) for row in rows])
 

@@ -131,8 +131,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def shown(number: dict[str, Any]) -> str:
-    """0.775 (0.737 … 0.809, n = 512), or 0.775 ± 0.012 (0.745 … 0.805, 3 draws)"""
+    """0.775 (0.737 … 0.809, n = 512), or with the draws' standard deviation 0.775 ± 0.012 (0.745 … 0.805, 3 draws)"""
     interval = f"{number['low']:.4f} … {number['high']:.4f}"
+    if number["n"] == 1 and number["low"] == number["high"]:  # one value tells nothing of its error
+        return f"{number['value']:.4f} (no interval, {'1 draw' if 'draws' in number else 'n = 1'})"
     if "draws" in number:
         return f"{number['value']:.4f} ± {number['std']:.4f} ({interval}, {number['n']} draws)"
     return f"{number['value']:.4f} ({interval}, n = {number['n']:,})"
@@ -162,7 +164,7 @@ def _planned(folder: Path) -> dict[str, Any]:
     if not plans:
         return {}
     plan = plans[max(plans)]
-    return {"batch": round(plan.sampling_rate * plan.records), "records": plan.records}
+    return {"batch": round(plan.divisor), "records": plan.records}
 
 
 def statement(result: Result) -> str:

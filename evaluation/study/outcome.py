@@ -21,6 +21,11 @@ from murmuration.evaluation.study.train_runs import Folder, Trained
 
 COLOURS = ("#2563a8", "#c2410c", "#15803d", "#7c3aed", "#b91c1c", "#0e7490", "#a16207", "#4b5563")
 BARS_WITH_LEVEL_NAMES = 4
+ERRORS = (
+    "After ± and in the figure: the standard deviation over runs, which differ in keys and initial weights. In "
+    "brackets: Student's 95 % interval of their mean. Neither tells what other test records would change."
+)
+ONE_EACH = "One run each, which tells nothing of how much runs vary."
 
 
 def outcome_of(study: Study, runs: Sequence[Run], ended: Sequence[Trained], folder: Folder) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def write(study: Study, found: dict[str, Any], out: Path) -> None:
     page = html_page(
         Path(__file__).with_name("study.html.jinja"), title=study.title, about=study.about, rows=table_of(study, found),
         figure=base64.b64encode(figure).decode(), cost=cost_in_words(found["cost"]), failed=found["failed"],
-        missing=found["missing"],
+        missing=found["missing"], errors=ERRORS if study.seeds > 1 else ONE_EACH,
     )  # fmt: skip
     text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     for name, content in (("study.json", text.encode()), ("study.html", page.encode()), ("study.png", figure)):
