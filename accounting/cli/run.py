@@ -55,7 +55,8 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     lines.append(
         f"what was checked holds; not checked: {'; '.join(unchecked)}"
         if unchecked
-        else "all that is certified was checked"
+        else "all that can be recomputed was checked; what the certificate says of data, model, machine and other runs "
+        "is its signer's word"
     )
     lines += [f"REFUTED by the run's own audit: {each}" for each in verdict.refuted]
     code = DONE if not unchecked else NOT_STRICT if arguments.strict else NOT_ALL_CHECKED
