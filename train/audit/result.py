@@ -12,6 +12,9 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import RandomAllocation
 from murmuration.train.audit.checks import Check
 
+SIMULATED = 200
+"""Audits from which `power` is known."""
+
 
 @dataclass(frozen=True)
 class AuditReport:
@@ -108,7 +111,10 @@ class AuditReport:
             lines.append(f"noise         p = {self.noise.p_value:.2g} for draws that no two steps share")
         if self.power:
             found = ", ".join(f"{share:.1%} detect noise of {scale:g}·σ" for scale, share in self.power.items())
-            lines.append(f"power         of such audits {found}; one in a million accuses honest noise")
+            lines.append(
+                f"power         of {SIMULATED} such audits, simulated, {found}; of the checks above, each accuses an "
+                "honest run at most once in a million"
+            )
         else:
             lines.append("power         not known for input canaries; gradient canaries are the stronger test")
         lines += [f"REFUTED       {text}" for text in self.refuted]
