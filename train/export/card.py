@@ -30,8 +30,9 @@ LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 def write_card(
     out: Path, finished: Finished, loading: Loading, certificate: Mapping[str, Any], measured: Mapping[str, float],
-    licence: str,
+    licence: str, chosen: bool = False,
 ) -> None:  # fmt: skip
+    """`chosen`: among checkpoints, by one of the measurements."""
     claim, about = certificate["claim"], certificate.get("about") or {}
     page = markdown_page(
         Path(__file__).with_name("model_card.md.jinja"),
@@ -50,6 +51,7 @@ def write_card(
         neighbours=str(certificate["adjacency"]),
         data=str(about.get("data") or "not stated (the config's about section)"),
         measured=[(_title(name), f"{value:.4f}") for name, value in measured.items() if name != SIGNAL],
+        chosen=chosen,
         pixels=None if finished.model.shape.reads_texts else _pixels(finished),
         classes=len(finished.class_names),
     )
