@@ -366,7 +366,9 @@ def model_card(certificate: dict[str, Any]) -> str:
         lines += [f"  unit: {unit}", "  neighbours: zero-out"]
         plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
         kinds = {sampling_of_dict(plan["sampling"]).name for plan in plans}
-        lines += ["  accountant: PLD", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
+        drawn = any((each["runs"] or {}).get("fixed") is False for each in certificate["tuned_on_private_data"])
+        accountant = "PLD, and PLD or RDP for the choice among runs" if drawn else "PLD"
+        lines += [f"  accountant: {accountant}", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines += [f"  refuted: {_quoted(each)}" for each in refutations(certificate)[:1]]

@@ -23,7 +23,14 @@ from murmuration.accounting.certificate.explain import (
     up_to_three,
 )
 from murmuration.accounting.certificate.limits import allowed
-from murmuration.accounting.certificate.pages import html_page, markdown, percent_of, registry_entry, trade_off_svg
+from murmuration.accounting.certificate.pages import (
+    html_page,
+    markdown,
+    model_card,
+    percent_of,
+    registry_entry,
+    trade_off_svg,
+)
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
@@ -240,7 +247,9 @@ def test_a_run_that_was_chosen_is_explained_by_what_it_may_claim(
     assert of_point(before["epsilon"], PLAN.delta).best_guess() >= before["best_guess"] > 0.8
     journal = reopen(tmp_path)
     journal.finish()
-    claim = certified(journal)["claim"]["epsilon_claimed"]
+    document = certified(journal)
+    claim = document["claim"]["epsilon_claimed"]
+    assert ("accountant: PLD, and PLD or RDP for the choice" in model_card(document)) == (not tuning.fixed)
     assert before["epsilon"] >= asked(capsys, "explain", str(tmp_path))["epsilon"] == claim > 1.5
 
 
