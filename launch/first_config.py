@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from murmuration.accounting.epsilon.accountant import show_delta
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.escaping import json_text
 from murmuration.accounting.make_plan import PlanRequest, make_plan
@@ -192,7 +193,7 @@ def told(asked: ConfigRequest, why: str | None) -> list[str]:
     steps = f"{plan.steps} step{'s' * (plan.steps != 1)}"
     lines = [
         f"{asked.out}: {steps} of {plan.divisor:,.0f} of n = {plan.records:,} {noun(plan.units)}s, "
-        f"ε = {asked.epsilon:g} at δ = {plan.delta:.3g}, which takes sigma = {plan.noise_multiplier:g}"
+        f"ε = {asked.epsilon:g} at δ = {show_delta(plan.delta)}, which takes sigma = {plan.noise_multiplier:g}"
     ]
     lines += [why] if why is not None else []
     if getattr(phase.data, "unit", None) is not None:

@@ -86,7 +86,9 @@ def _index(arguments: argparse.Namespace) -> int:
         for fault in RunLog.of(index, arguments.registry).set_budget(arguments.budget, about):
             print(f"{fault}: a lower budget that was set there before still counts", file=sys.stderr)
         protecting = "" if arguments.unit is None else f" that protect {about}"
-        print(f"all runs on these records{protecting} together have a budget of ε = {arguments.budget:g}")
+        print(
+            f"all runs on these records{protecting} together have a budget of ε = {arguments.budget:g}; their δ add up"
+        )
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.certificate.limits import claimed_events
-from murmuration.accounting.certificate.statement import claim_of
+from murmuration.accounting.certificate.statement import may_claim
 from murmuration.accounting.epsilon.accountant import epsilon, merge
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError, Lines
@@ -60,7 +60,8 @@ def _known(lines: list[dict[str, Any]]) -> Known:
     # A line without both states no promise that could be added.
     private = all(isinstance(number, int | float) for number in (*budgets, *deltas))
     claim = math.fsum(budget for budget in budgets if isinstance(budget, int | float)) if private else math.inf
-    delta = max((float(each) for each in deltas if isinstance(each, int | float)), default=0.0)
+    # What its phases promise adds up, and only their ledger tells which of them were composed at one delta.
+    delta = math.fsum(float(each) for each in deltas if isinstance(each, int | float))
     ledger = _ledger(first.get("folder"), first["id"])
     if ledger is None:
         # A run that was chosen among several claims more than the budgets of its phases.
@@ -70,8 +71,7 @@ def _known(lines: list[dict[str, Any]]) -> Known:
     history, entries = ledger
     if history.why_not_private() is not None:
         return Known(history.run["name"], first["id"], False, math.inf, delta)
-    # A run that may continue may still spend its budget; a tuned one may claim more than that.
-    claimed = max(history.budget(), claim_of(history, history.epsilon())[0] or 0.0)
+    claimed = may_claim(history)
     unit = unit_in_words(history.unit)
     return Known(history.run["name"], first["id"], True, claimed, history.claimed_delta(), history, entries, unit)
 

@@ -63,9 +63,9 @@ def rows(audit: dict[str, Any]) -> list[list[str]]:
             ["of", f"{one['steps']} steps of phase {one['phase']} on the engine {one['engine']}, ranks {one['ranks']}, "
              f"with {one['canaries']} canaries and a claim of ε = {round_up(one['claim'])}, δ = "
              f"{show_delta(one['delta'])} of its own"],
-            ["lower bound", f"ε ≥ {_down(one['proven'])} whatever the algorithm, ε ≥ {_down(one['best'])} if "
-             f"{one['assumes'] or 'nothing more is assumed'}; {one['confidence']:.0%} confidence for all bounds "
-             "together"],
+            ["lower bound", f"ε ≥ {rounded_down(one['proven'])} whatever the algorithm, ε ≥ "
+             f"{rounded_down(one['best'])} if {one['assumes'] or 'nothing more is assumed'}; {one['confidence']:.0%} "
+             "confidence for all bounds together"],
         ]  # fmt: skip
     else:
         shown.append(["one run with canaries", f"not made: {one['reason']}"])
@@ -78,5 +78,5 @@ def rows(audit: dict[str, Any]) -> list[list[str]]:
     return [*shown, ["cost", f"about {share}"]]
 
 
-def _down(bound: float) -> str:
+def rounded_down(bound: float) -> str:
     return f"{math.floor(bound * 1000) / 1000:.3f}"

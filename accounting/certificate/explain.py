@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from murmuration.accounting.epsilon.accountant import show_delta
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
 from murmuration.accounting.epsilon.trade_off import TradeOff
 from murmuration.accounting.unit import noun_of
 
@@ -56,8 +56,8 @@ def explain(
             "come out.",
             f"How differently: whatever may be found in what was published, its probability with the {one} is at most "
             f"{factor(epsilon)} times its probability without, plus {show_delta(delta)}, and the same the other way "
-            f"round. The factor is e^epsilon, epsilon = {epsilon:g}; what is added is delta. Smaller is stronger. "
-            f"{permitted}",
+            f"round. The factor is e^epsilon, epsilon = {show_epsilon(epsilon)}; what is added is delta. Smaller is "
+            f"stronger. {permitted}",
             f"What a spy gains at the very most: one who guesses by tossing a coin whether the {one} was used is right "
             f"in 50 % of the cases, and with the model in at most {percent(attacks.best_guess)}. One who accepts a "
             f"false alarm in 1 % of the cases finds at most {percent(attacks.at_one_percent)} of the {one}s that were "

@@ -141,8 +141,10 @@ def _facts(certificate: dict[str, Any]) -> list[str]:
         lines += [
             f"ε = {claim['epsilon_rounded_up']} spent (rounded up) of a budget of {claim['epsilon_budget']:g}, "
             f"δ = {show_delta(claim['delta'])}; by PLD, interval {claim['method']['interval']}",
-            f"ε = {claim['epsilon_claimed']} claimed: {claim['claimed_because']}",
-            f"RDP, as a second opinion: {f'ε = {rdp:.4f}' if isinstance(rdp, float) else rdp}",
+            f"ε = {claim['epsilon_claimed']} claimed at δ = {show_delta(delta_of(claim))}: {claim['claimed_because']}"
+            if claim["private"]
+            else "nothing is claimed: what private steps spent is no promise about this run",
+            f"RDP, as a second opinion: {f'ε = {round_up(rdp)}' if isinstance(rdp, float) else rdp}",
         ]
     about = certificate.get("about") or {}
     lines += [f"data: {about.get('data') or NOT_STATED}", f"responsible: {about.get('owner') or NOT_STATED}"]
@@ -204,7 +206,7 @@ def _meaning(certificate: dict[str, Any]) -> list[str]:
 
 def _limits(certificate: dict[str, Any]) -> list[Section]:
     limits, claim, one = certificate["limits"], certificate["claim"], noun_of(certificate["unit"])
-    if not limits:
+    if not limits or not claim["private"]:  # what the private steps alone would limit, somebody would read as a promise
         return []
     points = [(point["false_alarms"], point["at_most"]) for point in limits["true_positives"]]
     alone = curve_of(certificate)
@@ -270,6 +272,7 @@ def nist(certificate: dict[str, Any]) -> list[Block]:
     public = [p["name"] for p in certificate["phases"] if not p["private"]]
     strength = "no promise" if not claim["private"] else (
         f"ε = {claim['epsilon_claimed']}, δ = {show_delta(delta_of(claim))}"
+        + ("; REFUTED by this run's own audit" if refutations(certificate) else "")
     )  # fmt: skip
     about = certificate.get("about") or {}
     floating = any("floating-point" in str(each) for each in certificate["known_deviations"])
@@ -314,7 +317,8 @@ def nist(certificate: dict[str, Any]) -> list[Block]:
 
 def _people(certificate: dict[str, Any]) -> str:
     limits, several = certificate["limits"], f"{noun_of(certificate['unit'])}s"
-    rows = [each for each in limits["groups"] if each["epsilon"] is not None] if limits else []
+    stated = limits and certificate["claim"]["private"]
+    rows = [each for each in limits["groups"] if each["epsilon"] is not None] if stated else []
     if not rows:
         return f"what it means for a person with several {several} is not stated, and not in proportion"
     told = ", ".join(f"{each[several]} {several} ε = {round_up(each['epsilon'])}" for each in rows)
@@ -362,7 +366,9 @@ def model_card(certificate: dict[str, Any]) -> str:
         lines += [f"  unit: {unit}", "  neighbours: zero-out"]
         plans = [phase["plan"] for phase in certificate["phases"] if phase.get("plan")]
         kinds = {sampling_of_dict(plan["sampling"]).name for plan in plans}
-        lines += ["  accountant: PLD", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
+        drawn = any((each["runs"] or {}).get("fixed") is False for each in certificate["tuned_on_private_data"])
+        accountant = "PLD, and PLD or RDP for the choice among runs" if drawn else "PLD"
+        lines += [f"  accountant: {accountant}", f"  sampling: {' and '.join(sorted(kinds)) or 'Poisson'}"]
     else:
         lines.append(f"  reason: {_quoted(claim['statement'])}")
     lines += [f"  refuted: {_quoted(each)}" for each in refutations(certificate)[:1]]
@@ -399,9 +405,10 @@ def registry_entry(certificate: dict[str, Any]) -> dict[str, Any]:
         "privacy_unit": "Record-level" if noun_of(certificate["unit"]) == "record" else "User-level",
         "privacy_unit_description": f"{certificate['unit']}; {certificate['adjacency']}",
     }
-    if private:
+    told, refuted = claim["statement"], refutations(certificate)
+    if private and not refuted:
         loss["privacy_parameters"] = {"epsilon": claim["epsilon_claimed"], "delta": float(show_delta(delta_of(claim)))}
-    loss["privacy_parameters_description"] = claim["statement"]
+    loss["privacy_parameters_description"] = "; REFUTED by this run's own audit: ".join([told, *refuted[:1]])
     return {
         "deployment": {
             "product": product,

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from murmuration.accounting.certificate.statement import may_claim
 from murmuration.accounting.certificate.weights import WeightsFileError, metadata_of
+from murmuration.accounting.epsilon.accountant import round_up
 from murmuration.accounting.escaping import first_line
 from murmuration.accounting.ledger.history import NOTHING_PRIVATE, History
 from murmuration.accounting.ledger.lines import Origin
@@ -41,9 +43,12 @@ class Provenance:
         origins = tuple(history.origins)
         if history.plans:
             own = tuple(sorted({segment.manifest_digest for segment in history.segments}))
-            promised = (history.budget(), history.delta())
+            # More than the budget where the run was chosen; rounded, as processors find another last digit.
+            chosen = history.tunings and not history.faults
+            promised = round_up(may_claim(history)) if chosen else history.budget()
             unit = None if history.unit is None else unit_in_words(history.unit)
-            origins = (*origins, Origin(history.run["name"], history.ids[0], *promised, own, unit))
+            name, delta = history.run["name"], history.claimed_delta()
+            origins = (*origins, Origin(name, history.ids[0], promised, delta, own, unit))
         return Provenance(origins, None if objection in harmless else objection, history.without_noise())
 
     def metadata(self) -> dict[str, str]:

@@ -142,6 +142,14 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
     return claimed, basis, tunings
 
 
+def may_claim(history: History) -> float:
+    """The most that a run may claim in the end: one that may continue may still spend its budget, and if it was chosen
+    among several, so may each of these."""
+    claimed = max(history.budget(), claim_of(history, history.epsilon())[0] or 0.0)
+    charged = [] if history.finished else [each.tuning for each in history.tunings if each.tuning is not None]
+    return max([claimed, *(tuned_epsilon(allowed(history), history.delta(), each) for each in charged)])
+
+
 def deviations_of(history: History) -> list[str]:
     """The deviations that follow from the ledger and that every certificate must state."""
     found = list(DEVIATIONS)

@@ -60,6 +60,8 @@ class Verdict:
     head: str
     certified: float | None
     claimed: float | None = None
+    delta_claimed: float | None = None
+    """At which the claim holds; what was spent is stated at `delta`."""
     claimed_because: str | None = None
     checkpoints: int = 0
     attached: Attached | None = None
@@ -118,8 +120,8 @@ def verify(
         run=history.run["name"], objection=history.why_not_private(), epsilon=spent,
         delta=history.delta() if private else None, budget=history.budget() if private else 0.0,
         opened=opened, committed=committed, lines=len(entries), head=entries.head,
-        certified=certified, claimed=claimed, claimed_because=because, checkpoints=checkpoints, attached=attached,
-        refuted=refuted,
+        certified=certified, claimed=claimed, delta_claimed=history.claimed_delta() if private else None,
+        claimed_because=because, checkpoints=checkpoints, attached=attached, refuted=refuted,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from murmuration.accounting.certificate.explain import (
 from murmuration.accounting.certificate.limits import claimed_events, delta_of
 from murmuration.accounting.certificate.pages import HERE, NOT_STATED, VERIFY, Block, Section, nist, percent_of
 from murmuration.accounting.epsilon import trade_off
-from murmuration.accounting.epsilon.accountant import round_up, show_delta
+from murmuration.accounting.epsilon.accountant import round_up, show_delta, show_epsilon
 from murmuration.accounting.epsilon.neighbours import group_curve, replacement_curve
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.escaping import printable_leaves
@@ -100,7 +100,7 @@ def compose(certificate: dict[str, Any], records: int, units: bool, bound: dict[
         "withdrawn": {"records": records, "units": units, "in_words": what},
         "bound": bound,
         "statement": f"Withdrawing {what} changes the probability of whatever may be found in what this run released "
-        f"by a factor of at most {factor(epsilon)} in either direction (e^ε, ε = {epsilon:g}), plus δ = "
+        f"by a factor of at most {factor(epsilon)} in either direction (e^ε, ε = {show_epsilon(epsilon)}), plus δ = "
         f"{show_delta(bound['delta'])}.",
         "meaning": [
             f"Compared are this run and the same run in which {what} had been blank from the start: drawn alike, and "
@@ -176,7 +176,8 @@ def _not_covered(certificate: dict[str, Any], one: str, records: int, units: boo
     ]
     found = certificate.get("composition") or {}
     together = (
-        f"together with this run they have ε = {round_up(found['epsilon_sum'])} for one {one} by the sum of all claims"
+        f"together with this run they have ε = {round_up(found['epsilon_sum'])}, δ = "
+        f"{show_delta(found['delta_sum'])} for one {one}, the sums of all claims"
         if found.get("epsilon_sum") is not None
         else "nothing is stated of them together with this run"
     )

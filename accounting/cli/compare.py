@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from murmuration.accounting.banded import MOST_BANDS, best_banded
-from murmuration.accounting.epsilon.accountant import describe, round_up
+from murmuration.accounting.epsilon.accountant import describe, round_up, show_delta
 from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.plan import parse_delta
@@ -149,7 +149,8 @@ def _numbers(arguments: argparse.Namespace) -> Numbers:
 def _table(values: dict[str, Any], best: dict[str, Any]) -> str:
     lines = [
         f"n = {values['n']:,}, batch {values['batch']:,.0f}, T = {values['steps']:,}, ε = {values['epsilon']:g}, δ = "
-        f"{values['delta']:.4g}; noise in units of C, on the sum; 'added up' is the root mean square over all steps",
+        f"{show_delta(values['delta'], 4)}; noise in units of C, on the sum; 'added up' is the root mean square over "
+        "all steps",
         "",
         f"{'noise':<18} {'rate':>10} {'turns':>7} {'σ':>9} {'per step':>9} {'ratio':>7} {'added up':>10} {'ratio':>7} "
         f"{'draws':>6}",

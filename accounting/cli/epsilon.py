@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.banded import MOST_BANDS
-from murmuration.accounting.epsilon.accountant import delta_at, describe, epsilon, epsilon_below, round_up
+from murmuration.accounting.epsilon.accountant import delta_at, describe, epsilon, epsilon_below, round_up, show_delta
 from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
 from murmuration.accounting.epsilon.gaussian import participations, unamplified_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
@@ -70,7 +70,9 @@ def _asked_beside(
     values, lines = dict[str, Any](), list[str]()
     if arguments.at_epsilon is not None:
         values |= {"at_epsilon": arguments.at_epsilon, "delta_at_epsilon": delta_at(events, arguments.at_epsilon)}
-        lines.append(f"δ = {values['delta_at_epsilon']:.4g} at ε = {arguments.at_epsilon:g}")
+        # Far above the ε that is spent, no double is small enough.
+        found = show_delta(values["delta_at_epsilon"], 4) if values["delta_at_epsilon"] > 0 else 0
+        lines.append(f"δ = {found} at ε = {arguments.at_epsilon:g}")
     if arguments.gdp:
         fit = of_events(events, delta).fit()
         values |= {"gdp_mu": fit.mu, "gdp_gap": fit.gap}
@@ -123,7 +125,8 @@ def _shuffled(arguments: argparse.Namespace, values: dict[str, Any]) -> tuple[di
     text = (
         f"ε = {round_up(value)} (rounded up) without amplification: every record takes part {times} times at places "
         f"that an adversary may know, which is one Gaussian mechanism\nσ = {arguments.sigma!r}, T = {arguments.steps}, "
-        f"δ = {values['delta']:.6g}; the amplified ε of Poisson sampling may not be claimed for shuffled epochs"
+        f"δ = {show_delta(values['delta'], 6)}; the amplified ε of Poisson sampling may not be claimed for shuffled "
+        "epochs"
     )
     return values, text
 
@@ -148,7 +151,7 @@ def _cap_note(n: int, rate: float, cap: int) -> str:
 def summary(values: dict[str, Any], sampling: AnySampling) -> str:
     method = "PLD" if values["accountant"] == "pld" else f"RDP, dp-accounting {values['dp_accounting']}"
     drawn = sampling.in_words(values["n"], values["steps"])
-    return f"σ = {values['sigma']!r}, {drawn}, T = {values['steps']}, δ = {values['delta']:.6g}; {method}"
+    return f"σ = {values['sigma']!r}, {drawn}, T = {values['steps']}, δ = {show_delta(values['delta'], 6)}; {method}"
 
 
 # `account.py calibrate`: the noise, the steps or the batch that reaches an epsilon without passing it.
@@ -183,7 +186,8 @@ def calibrate(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if arguments.json and by == "pld":
         values["epsilon_lower"] = epsilon_below([event], delta)
     letter = {"sigma": "σ", "steps": "T", "batch": "expected batch"}[unknown]
-    return values, f"{letter} = {found[unknown]} gives ε = {value:.6f} ≤ {target:g}\n{summary(values, sampling)}"
+    gives = f"{letter} = {found[unknown]} gives ε = {round_up(value, 6):.6f} ≤ {target:g}"
+    return values, f"{gives}\n{summary(values, sampling)}"
 
 
 def _most_steps(arguments: argparse.Namespace, delta: float) -> tuple[AnySampling, int]:
@@ -255,7 +259,7 @@ def _other_batches(arguments: argparse.Namespace) -> dict[float, AnySampling]:
 
 def _table(values: dict[str, Any], sampling: AnySampling) -> str:
     drawn = sampling.in_words(values["n"], values["steps"])
-    lines = [f"σ = {values['sigma']:.5f}, {drawn}, δ = {values['delta']:.4g}", ""]
+    lines = [f"σ = {values['sigma']:.5f}, {drawn}, δ = {show_delta(values['delta'], 4)}", ""]
     lines += [f"{'steps':>10}  {'ε':>10}"]
     lines += [f"{row['steps']:>10}  {round_up(row['epsilon']):>10.4f}" for row in values["epsilon_over_steps"]]
     lines += ["", f"for ε = {values['target_epsilon']:g} after {values['steps']} steps:"]

@@ -11,11 +11,12 @@ from murmuration.accounting.certificate import withdrawal
 from murmuration.accounting.certificate.explain import Attacks, explain, percent
 from murmuration.accounting.certificate.limits import claimed_events, row
 from murmuration.accounting.certificate.signature import public_key, signed
+from murmuration.accounting.certificate.statement import may_claim
 from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.cli.epsilon import asked_sampling, delta_of
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon import trade_off
-from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta
+from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta, show_epsilon
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.errors import DONE, NOT_ALL_CHECKED, NOT_STRICT, REFUTED, PlanError
 from murmuration.accounting.escaping import printable
@@ -34,11 +35,14 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
         lines.append(f"{verdict.checkpoints} checkpoints were written with this ledger")
     if verdict.delta is not None:
         lines.append(
-            f"ε = {verdict.epsilon:.6f} of {verdict.budget:g} at δ = {verdict.delta:.6g}, recomputed from "
+            f"ε = {round_up(verdict.epsilon, 6):.6f} of {verdict.budget:g} at δ = {show_delta(verdict.delta, 6)}, "
+            f"recomputed {'by RDP ' if arguments.accountant == 'rdp' else ''}from "
             f"{verdict.opened} opened steps ({verdict.committed} committed)"
         )
-    if verdict.claimed is not None:
-        lines.append(f"the certificate agrees; it claims ε = {verdict.claimed:g} because {verdict.claimed_because}")
+    if verdict.claimed is not None and verdict.delta_claimed is not None:
+        claim = f"ε = {show_epsilon(verdict.claimed)} at δ = {show_delta(verdict.delta_claimed, 6)}"
+        told = f"claims {claim} because {verdict.claimed_because}" if verdict.objection is None else "claims nothing"
+        lines.append(f"the certificate agrees; it {told}")
     elif verdict.delta is not None:
         lines.append("there is no certificate yet")
     if arguments.witness is not None:
@@ -51,7 +55,8 @@ def verify_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     lines.append(
         f"what was checked holds; not checked: {'; '.join(unchecked)}"
         if unchecked
-        else "all that is certified was checked"
+        else "all that can be recomputed was checked; what the certificate says of data, model, machine and other runs "
+        "is its signer's word"
     )
     lines += [f"REFUTED by the run's own audit: {each}" for each in verdict.refuted]
     code = DONE if not unchecked else NOT_STRICT if arguments.strict else NOT_ALL_CHECKED
@@ -69,9 +74,12 @@ def explain_command(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]
     )
     attacks = Attacks.of_curve(curve)
     text = explain(round_up(claim.epsilon), claim.delta, claim.unit, attacks, claim.objection, claim.n)
+    if claim.refuted is not None:
+        text = f"REFUTED by the run's own audit: {claim.refuted}. What follows is what was claimed.\n\n{text}"
     private = claim.objection is None
     values = {
         "private": private,
+        **({"refuted": claim.refuted} if claim.refuted is not None else {}),
         "epsilon": round_up(claim.epsilon) if private else None,
         "delta": float(show_delta(claim.delta)) if private else None,
         "best_guess": attacks.best_guess if private else 1.0,
@@ -152,6 +160,8 @@ class ClaimToExplain(NamedTuple):
     """Why nothing is proved for several records of one person."""
     unit: str = RECORD
     n: int | None = None
+    refuted: str | None = None
+    """What of it does not stand by the run's own audit."""
 
 
 def _claim_of(arguments: argparse.Namespace) -> ClaimToExplain:
@@ -177,18 +187,18 @@ def _claim_of(arguments: argparse.Namespace) -> ClaimToExplain:
 
 def _of_run(arguments: argparse.Namespace) -> ClaimToExplain:
     verdict = verify(arguments.target, arguments.accountant)
-    # Without a certificate the run may still continue: only its budget can be stated now.
-    spent = verdict.budget if verdict.claimed is None else verdict.claimed
     if verdict.delta is None:
-        return ClaimToExplain(spent, 1.0, printable(verdict.objection or ""), None, "no private step")
+        return ClaimToExplain(0.0, 1.0, printable(verdict.objection or ""), None, "no private step")
     folder = arguments.target if arguments.target.is_dir() else arguments.target.parent
     history, _ = History.read(folder / "ledger.jsonl")
+    spent = may_claim(history) if verdict.claimed is None else verdict.claimed
     events, holds_for = claimed_events(history, finished=verdict.claimed is not None)
     objection = printable(verdict.objection) if verdict.objection else None
     no_groups = next((plan.sampling.no_groups for plan in history.plans.values() if plan.sampling.no_groups), None)
     unit = unit_in_words(history.unit)
     n = max(plan.records for plan in history.plans.values())
-    return ClaimToExplain(spent, history.claimed_delta(), objection, events, holds_for, no_groups, unit, n)
+    refuted = printable(verdict.refuted[0]) if verdict.refuted else None
+    return ClaimToExplain(spent, history.claimed_delta(), objection, events, holds_for, no_groups, unit, n, refuted)
 
 
 def _shown(found: dict[str, Any], delta: float) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # takes longer to import than most answers; RDP and capped ba
 __all__ = [
     "Accountant", "affordable_steps", "delta_at", "deltas_at", "describe", "epsilon",
     "epsilon_below", "gaussian_epsilon", "halve", "interval_for", "larger_epsilon", "merge", "plain_sigma",
-    "quick_epsilon", "round_up", "show_delta", "within",
+    "quick_epsilon", "round_up", "show_delta", "show_epsilon", "within",
 ]  # fmt: skip
 
 Accountant = Literal["pld", "rdp"]
@@ -178,11 +178,18 @@ def round_up(value: float, digits: int = 4) -> float:
     return rounded if rounded >= value else (math.ceil(value * scale) + 1) / scale
 
 
-def show_delta(delta: float) -> str:
-    """Three significant digits, rounded up: a delta below the true one would be a better promise."""
-    digits = 2 - math.floor(math.log10(delta))
-    shown = f"{delta:.3g}"  # which the last bits of a sum of such numbers do not round up
-    return shown if float(shown) >= delta * (1 - 1e-12) else f"{float(shown) + 10.0**-digits:.3g}"
+def show_epsilon(value: float, digits: int = 4) -> str:
+    """The same as text, where `:g` has six digits in all and rounds to the nearest. What was rounded stays as it is."""
+    shown = f"{value:.{digits}f}"
+    return (shown if float(shown) >= value else f"{round_up(value, digits):.{digits}f}").rstrip("0").rstrip(".")
+
+
+def show_delta(delta: float, digits: int = 3) -> str:
+    """Significant digits, rounded up: a delta below the true one would be a better promise."""
+    shown = f"{delta:.{digits}g}"  # which the last bits of a sum of such numbers do not round up
+    if float(shown) >= delta * (1 - 1e-12):
+        return shown
+    return f"{float(shown) + 10.0 ** (1 - digits + math.floor(math.log10(delta))):.{digits}g}"
 
 
 def plain_sigma(events: Sequence[Event]) -> float | None:

@@ -214,7 +214,9 @@ class Journal:
             wanted = max(1, plan.sampling.turns(plan.steps - step + 1))
             self._credit = {key: self._affordable(phase, event, wanted)}
         if more and self._credit[key] < 1:
-            raise BudgetSpent(f"step {step} would pass epsilon = {self._budget(phase):g}; the run ends here")
+            own, together = plan.epsilon_budget, self._budget(phase)
+            others = "" if together == own else f" for this phase, or {together:g} for all so far"
+            raise BudgetSpent(f"step {step} would pass epsilon = {own:g}{others}; the run ends here")
         self._append_soon("open", phase=phase, segment=step_id.segment, step=step, facts=facts.as_dict())
         if more:
             self._credit[key] -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
 from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.plan import PrivacyPlan
@@ -39,7 +40,7 @@ class Origin:
     id: str
     """The hash of the ledger's first line."""
     epsilon: float
-    """Its budget."""
+    """The most that it may claim."""
     delta: float
     protected: tuple[str, ...]
     unit: str | None = None
@@ -63,10 +64,11 @@ class Origin:
             if unit == (self.unit or RECORD)
             else f"is promised nothing by both together, since this run protects {unit}"
         )
+        delta = show_delta(self.delta) if self.delta else "0"
         return (
-            f"The weights began from those of run {self.run!r}, which promised (epsilon = {self.epsilon:g}, delta = "
-            f"{self.delta:.3g}){theirs} on records of its own. Whoever has records there, too, in whichever set of "
-            f"them, {together}."
+            f"The weights began from those of run {self.run!r}, which promised (epsilon = "
+            f"{show_epsilon(self.epsilon)}, delta = {delta}){theirs} on records of its own. Whoever has records there, "
+            f"too, in whichever set of them, {together}."
         )
 
 

@@ -106,7 +106,8 @@ def run(session: Session, work: Work) -> Outcome:
             result.add(f"{measure}, {name}", number)
     result.notes.append(
         "PRIVATE: all of this was computed from training records without noise. Logits are read by a logistic "
-        "regression, fitted to one half of the records and scored on the other; thresholds are chosen likewise."
+        "regression, fitted to one half of the records and scored on the other; thresholds are chosen likewise, but "
+        "for recall at a share of false alarms, whose threshold is read off the records that it scores."
     )
     _write(found, whose, attacks, session.out / SCORES)
     return Outcome(result)

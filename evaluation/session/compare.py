@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
 from murmuration.accounting.escaping import first_line, printable
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.session.result import read, shown
@@ -27,6 +28,8 @@ class Line:
     measure: str
     number: dict[str, Any]
     epsilon: float | None
+    delta: float | None
+    refuted: bool
     private: bool | None
     """None without a certificate."""
     records: str
@@ -38,7 +41,12 @@ class Line:
     def privacy(self) -> str:
         if self.private is None:
             return "no certificate"
-        return "NOT PRIVATE" if self.epsilon is None else f"ε = {self.epsilon:.4g}"
+        if self.epsilon is None:
+            return "NOT PRIVATE"
+        claim = f"ε = {show_epsilon(self.epsilon)}" + (
+            "" if self.delta is None else f" at δ = {show_delta(self.delta)}"
+        )
+        return f"{claim}, REFUTED" if self.refuted else claim
 
 
 def lines_of(paths: list[Path]) -> list[Line]:
@@ -63,6 +71,8 @@ def _lines(path: Path) -> list[Line]:
                 name,
                 number,
                 certificate.get("epsilon"),
+                certificate.get("delta"),
+                bool(certificate.get("refuted")),
                 certificate.get("private"),
                 scored,
                 places,
@@ -79,8 +89,9 @@ def _require_parts(found: dict[str, Any], certificate: dict[str, Any]) -> None:
     """What the table and the plot take for granted."""
     if not isinstance(found["model"]["what"], str) or not isinstance(found["data"]["test"]["digest"], str):
         raise ValueError("its model or its records have no name")
-    if not isinstance(certificate.get("epsilon"), int | float | None):
-        raise ValueError("the certificate's epsilon is no number")
+    for name in ("epsilon", "delta"):
+        if not isinstance(certificate.get(name), int | float | None):
+            raise ValueError(f"the certificate's {name} is no number")
     for name, number in found["numbers"].items():
         shown(number)
         if not float(number["low"]) <= float(number["value"]) <= float(number["high"]):
@@ -88,7 +99,7 @@ def _require_parts(found: dict[str, Any], certificate: dict[str, Any]) -> None:
 
 
 def table(lines: list[Line]) -> str:
-    rows = [("model", "protocol", "measure", "privacy", "value (95 % interval, records)")]
+    rows = [("model", "protocol", "measure", "privacy", "value (95 % interval, records; ± over draws)")]
     rows += [(line.model, line.protocol, line.measure, line.privacy, shown(line.number)) for line in lines]
     return aligned([tuple(map(printable, row)) for row in rows])
 

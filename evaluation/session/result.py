@@ -17,6 +17,7 @@ from typing import Any
 
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.durable import atomic
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
 from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.history import History
 from murmuration.evaluation.errors import EvaluationError
@@ -130,8 +131,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def shown(number: dict[str, Any]) -> str:
-    """0.775 (0.737 … 0.809, n = 512), or 0.775 ± 0.012 (0.745 … 0.805, 3 draws)"""
+    """0.775 (0.737 … 0.809, n = 512), or with the draws' standard deviation 0.775 ± 0.012 (0.745 … 0.805, 3 draws)"""
     interval = f"{number['low']:.4f} … {number['high']:.4f}"
+    if number["n"] == 1 and number["low"] == number["high"]:  # one value tells nothing of its error
+        return f"{number['value']:.4f} (no interval, {'1 draw' if 'draws' in number else 'n = 1'})"
     if "draws" in number:
         return f"{number['value']:.4f} ± {number['std']:.4f} ({interval}, {number['n']} draws)"
     return f"{number['value']:.4f} ({interval}, n = {number['n']:,})"
@@ -150,8 +153,9 @@ def certificate_of(subject: Subject, certified: bool) -> tuple[dict[str, Any] | 
         return None, [f"The certificate beside the weights does not hold: {error}"]
     claimed = verdict.certified if verdict.claimed is None else verdict.claimed
     private = verdict.objection is None
-    told = {"private": private, "epsilon": claimed if private else None, "delta": verdict.delta, "run": verdict.run}
-    return told | {"objection": verdict.objection, **_planned(folder)}, []
+    told = {"private": private, "epsilon": claimed if private else None, "delta": verdict.delta_claimed}
+    told |= {"run": verdict.run, "objection": verdict.objection, **_planned(folder)}
+    return told | ({"refuted": verdict.refuted[0]} if verdict.refuted else {}), []
 
 
 def _planned(folder: Path) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def _planned(folder: Path) -> dict[str, Any]:
     if not plans:
         return {}
     plan = plans[max(plans)]
-    return {"batch": round(plan.sampling_rate * plan.records), "records": plan.records}
+    return {"batch": round(plan.divisor), "records": plan.records}
 
 
 def statement(result: Result) -> str:
@@ -171,7 +175,9 @@ def statement(result: Result) -> str:
         return "No certificate names these weights."
     if not found["private"]:
         return str(found["objection"])
-    return f"Certified: ε = {found['epsilon']:.6g} at δ = {found['delta']:.3g}."
+    if refuted := found.get("refuted"):
+        return f"REFUTED by the run's own audit: {refuted}."
+    return f"Certified: ε = {show_epsilon(found['epsilon'])} at δ = {show_delta(found['delta'])}."
 
 
 def _versions() -> dict[str, str]:

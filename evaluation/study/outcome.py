@@ -21,6 +21,11 @@ from murmuration.evaluation.study.train_runs import Folder, Trained
 
 COLOURS = ("#2563a8", "#c2410c", "#15803d", "#7c3aed", "#b91c1c", "#0e7490", "#a16207", "#4b5563")
 BARS_WITH_LEVEL_NAMES = 4
+ERRORS = (
+    "After ± and in the figure: the standard deviation over runs, which differ in keys and initial weights. In "
+    "brackets: Student's 95 % interval of their mean. Neither tells what other test records would change."
+)
+ONE_EACH = "One run each, which tells nothing of how much runs vary."
 
 
 def outcome_of(study: Study, runs: Sequence[Run], ended: Sequence[Trained], folder: Folder) -> dict[str, Any]:
@@ -65,26 +70,31 @@ def _summary(measure: Measure, values: list[float]) -> dict[str, Any] | None:
 def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
     """What all private runs together cost a record: the price of looking at all of them, and of choosing among them.
     None where no run is private."""
-    lines, bare = [], 0
+    lines, bare, unread = [], 0, list[str]()
     for folder in folders:
+        if not (folder / "ledger.jsonl").exists():  # nothing was trained there
+            continue
         try:
             history, _ = History.read(folder / "ledger.jsonl")
         except (OSError, LedgerError):
+            unread.append(folder.name)
             continue
         bare += not all(history.nonprivate.values())
         if history.plans:
             lines.append({"id": history.run_id, "folder": str(folder)})
     # Each at what it claims, whichever comes first: a run may claim more than it has charged.
     known = sorted((run for line in lines for run in known_runs([line])), key=lambda run: not run.private)
-    if not known:
+    if not known and not unread:
         return None
-    first, *others = known
-    if first.history is None or first.entries is None:
-        found: dict[str, Any] = {"because": "none of them keeps a promise"}
+    found: dict[str, Any]
+    if unread:  # a sum without it would be too small
+        found = {"because": f"the ledger of {', '.join(unread)} cannot be read"}
+    elif (first := known[0]).history is None or first.entries is None:
+        found = {"because": "none of them keeps a promise"}
     else:
-        found = composed(first.history, first.entries, first.epsilon, others)
+        found = composed(first.history, first.entries, first.epsilon, known[1:])
     told = {name: found.get(name) for name in (*SUMS, "because")}
-    return {"runs": len(known), "without_noise": bare, **told}
+    return {"runs": len(known) + len(unread), "without_noise": bare, **told}
 
 
 def table_of(study: Study, found: dict[str, Any]) -> list[list[str]]:
@@ -136,7 +146,7 @@ def write(study: Study, found: dict[str, Any], out: Path) -> None:
     page = html_page(
         Path(__file__).with_name("study.html.jinja"), title=study.title, about=study.about, rows=table_of(study, found),
         figure=base64.b64encode(figure).decode(), cost=cost_in_words(found["cost"]), failed=found["failed"],
-        missing=found["missing"],
+        missing=found["missing"], errors=ERRORS if study.seeds > 1 else ONE_EACH,
     )  # fmt: skip
     text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
     for name, content in (("study.json", text.encode()), ("study.html", page.encode()), ("study.png", figure)):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from murmuration.accounting.epsilon.accountant import show_epsilon
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.unit import unit_in_words
 from murmuration.evaluation.errors import EvaluationError
@@ -48,7 +49,11 @@ def plan_in_words(study: Study, runs: Sequence[Run], configs: Sequence[Config]) 
     lines += [f"  {run.name.rpartition('-')[0]:40} evaluated: {run.weights}" for run in runs if run.weights is not None]
     total = math.fsum(_epsilon(config) for config in configs)
     if total:
-        lines.append(f"on the same records the private runs together spend at most ε = {total:g}, by adding them up")
+        # δ follows from the number of records, which a plan need not know.
+        lines.append(
+            f"on the same records the private runs together spend at most ε = {show_epsilon(total)}, at the sum of "
+            "their δ, by adding them up"
+        )
     if hours and None not in hours:
         whole = _two_digits(study.seeds * math.fsum(each for each in hours if each is not None))
         lines.append(f"{whole} GPU-hours in all, planned on {PLANNED}; evaluations are not counted")

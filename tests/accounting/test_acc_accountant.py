@@ -23,6 +23,7 @@ from murmuration.accounting.epsilon.accountant import (
     rdp_epsilon,
     round_up,
     show_delta,
+    show_epsilon,
     within,
 )
 from murmuration.accounting.epsilon.gaussian import (
@@ -103,6 +104,9 @@ def test_readers_see_four_digits_of_epsilon_and_three_of_delta_rounded_up() -> N
     assert round_up(1.23411) == 1.2342 and round_up(1.2341) == 1.2341 and round_up(2.0) == 2.0
     assert round_up(1.21, 1) == 1.3 and round_up(7.0001, 0) == 8
     assert show_delta(1.0001e-5) == "1.01e-05" and show_delta(math.fsum([1e-5] * 15)) == "0.00015"
+    assert show_delta(2.1385355e-9, 6) == "2.13854e-09" and show_delta(0.9999961, 5) == "1"
+    assert show_epsilon(115.09463506) == "115.0947" and show_epsilon(8.0) == "8" and show_epsilon(120.0, 2) == "120"
+    assert show_epsilon(596.76788) == show_epsilon(596.7679) == "596.7679", "which times 1e4 is a little more"
     for number in range(319_500, 320_000):
         least = math.nextafter(number / 1e4, math.inf)  # times 1e4, some of these round to the number itself
         assert round_up(least) == (number + 1) / 1e4

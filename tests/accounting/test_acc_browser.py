@@ -157,6 +157,7 @@ def test_the_page_agrees_with_every_kind_of_run(tmp_path: Path) -> None:
         told = [line for line in said if "NOT PRIVATE" in line]
         assert [no_claim[name] in line for line in told] == [True] if name in no_claim else not told, (name, said)
         assert any(line.startswith("holds: Spent: ε = ") for line in said), name
+        assert any("Charged, and not claimed: ε = " in line for line in said) == (name in no_claim), name
         assert any(line.startswith("holds: The certificate is signed by ") for line in said), name
     assert any("Chosen among 3 runs" in line for line in runs["chosen"])
 

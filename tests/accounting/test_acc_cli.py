@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,27 @@ def answer(arguments: str) -> dict:
 def run_dir(tmp_path: Path) -> Path:
     certified(whole_run(tmp_path))
     return tmp_path
+
+
+def test_what_is_printed_is_rounded_to_the_safe_side(run_dir: Path) -> None:
+    """`:g` and `.6f` round to the nearest."""
+    small = "--n 2000 --batch 40 --steps 4 --delta 1.23456789e-4 --sigma 1"
+
+    def printed(command: str, pattern: str) -> float:
+        found = re.search(pattern, here(command).stdout)
+        assert found, here(command)
+        return float(found[1])
+
+    for at in (0.1, 0.2, 0.3, 0.4):
+        exact = answer(f"epsilon {small} --at-epsilon {at}")["delta_at_epsilon"]
+        assert exact <= printed(f"epsilon {small} --at-epsilon {at}", r"δ = (\S+) at ε") <= 1.002 * exact
+    assert printed(f"epsilon {small}", r"δ = (\S+);") == 1.23457e-4
+    assert printed("explain --epsilon 115.09461 --delta 1e-6", r"epsilon = (\S+);") == 115.0947
+    for steps in (3, 4, 5, 6):
+        exact = answer(f"calibrate --n 2000 --batch 40 --steps {steps} --epsilon 2")["epsilon"]
+        assert exact <= printed(f"calibrate --n 2000 --batch 40 --steps {steps} --epsilon 2", r"ε = (\S+) ≤") <= 2
+    exact = answer(f"verify {run_dir}")["epsilon"]
+    assert exact <= printed(f"verify {run_dir}", r"ε = (\S+) of 2 at") <= exact + 1e-6
 
 
 def test_the_commands_that_were_promised(tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def test_ledgers_at_hand_are_composed_and_claims_are_added(tmp_path: Path) -> No
     assert again == found, "a reader can do the same from what is stated"
 
 
+def test_the_phases_of_a_run_without_a_ledger_add_up_in_delta_too(tmp_path: Path) -> None:
+    """Only the ledger tells whether one of them was planned by the outputs of another."""
+    gone = logged(finished(tmp_path / "one", 20.0, 30)) | {"folder": str(tmp_path / "nowhere"), "id": "gone"}
+    (run,) = known_runs([gone | {"phase": "first"}, gone | {"phase": "second"}])
+    assert (run.epsilon, run.delta) == (2 * PLAN.epsilon_budget, 2 * PLAN.delta)
+
+
 def test_a_fork_counts_what_both_share_once(tmp_path: Path) -> None:
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     journal = begin(trunk)

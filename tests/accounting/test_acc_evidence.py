@@ -13,6 +13,7 @@ import pytest
 
 from murmuration.accounting.certificate import pages
 from murmuration.accounting.certificate.evidence import DIFFERS, PENDING, fault_of, refutations, rows
+from murmuration.accounting.certificate.pages import nist, registry_entry
 from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.cli.main import main
@@ -136,3 +137,9 @@ def test_no_reader_believes_evidence_that_is_forged_and_no_statement_is_made_of_
     pages.write(signed(document | {"audit": refuted}, KEY), tmp_path)
     assert main(["statement", str(tmp_path), "--records", "1"]) == 2
     assert "the run's own audit refutes its claim (ε is more)" in capsys.readouterr().err
+    # Wherever the claim is.
+    assert main(["explain", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("REFUTED by the run's own audit: ε is more")
+    loss = registry_entry(document | {"audit": refuted})["deployment"]["privacy_loss"]
+    assert "privacy_parameters" not in loss and loss["privacy_parameters_description"].endswith("audit: ε is more")
+    assert "δ = 0.001; REFUTED by this run's own audit" in str(nist(document | {"audit": refuted}))

@@ -382,7 +382,7 @@ def test_noised_metrics_of_a_draw_are_one_event_with_its_gradient(tmp_path: Path
 def test_the_budget_is_never_passed(tmp_path: Path) -> None:
     plan = replace(PLAN, epsilon_budget=0.4)
     journal = begin(tmp_path, plan)
-    with pytest.raises(BudgetSpent, match=r"would pass epsilon = 0\.4"):
+    with pytest.raises(BudgetSpent, match=r"would pass epsilon = 0\.4; the run"):
         train(journal, range(1, 41), plan)
     opened = journal.history.steps()[0]
     assert 1 < opened < 40
@@ -425,7 +425,7 @@ def test_what_an_earlier_phase_left_of_its_budget_is_not_a_later_ones_to_spend(t
     train(journal, range(1, 2), plan)  # and no further: it ended at a plateau
     journal.begin_segment(1, CONFIG, DATA, 0, "first")
     step = 0
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetSpent, match=r"would pass epsilon = 0\.4 for this phase, or 0\.8 for all so far; the run"):
         while step < plan.steps:
             step += 1
             train(journal, range(step, step + 1), plan, phase=1)

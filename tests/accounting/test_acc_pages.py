@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -22,16 +22,25 @@ from murmuration.accounting.certificate.explain import (
     strength,
     up_to_three,
 )
-from murmuration.accounting.certificate.pages import html_page, markdown, percent_of, registry_entry, trade_off_svg
+from murmuration.accounting.certificate.limits import allowed
+from murmuration.accounting.certificate.pages import (
+    html_page,
+    markdown,
+    model_card,
+    percent_of,
+    registry_entry,
+    trade_off_svg,
+)
 from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff, of_point
-from murmuration.accounting.epsilon.tuning import Declared, Tuning
+from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
 from murmuration.accounting.event import Event
+from murmuration.accounting.ledger.history import History
 from murmuration.accounting.metrics import HeldOutAccuracy
 from murmuration.accounting.unit import RECORD
-from tests.support.acc_world import begin, document_of, train, whole_run
+from tests.support.acc_world import PLAN, begin, certified, document_of, reopen, train, whole_run
 
 PROVED = [(alpha, of_point(1.0, 1e-6).power(alpha)) for alpha in GRID]
 ATTACKS = Attacks.of_curve(of_point(1.0, 1e-6))
@@ -190,6 +199,58 @@ def test_what_is_not_private_leaves_an_attacker_every_power(tmp_path: Path, caps
     found = asked(capsys, "explain", str(tmp_path))
     powers = [found[name] for name in ("best_guess", "attack_power_at_1_percent", "attack_power_at_0.1_percent")]
     assert (found["private"], found["epsilon"], found["delta"], powers) == (False, None, None, [1.0] * 3)
+
+
+def test_a_run_without_a_promise_states_no_limit_and_claims_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certified(whole_run(tmp_path / "kept"))
+    journal = begin(tmp_path / "debug", replace(PLAN, steps=3), debug=True)
+    train(journal, range(1, 4))
+    journal.finish()
+    certified(journal)
+    limits = (
+        "claimed at δ",
+        "Limits on every attack",
+        "A guess at even odds",
+        "records of one person",
+        "for a person with 2",
+    )
+    for name, promises in (("kept", True), ("debug", False)):
+        page = (tmp_path / name / "certificate.md").read_text()
+        assert [each in page for each in limits] == [promises] * len(limits), name
+        main(["verify", str(tmp_path / name)])
+        assert ("it claims ε = 0.1659 at δ = 0.001" in capsys.readouterr().out) == promises
+
+
+def test_a_claim_stands_beside_the_delta_at_which_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = begin(tmp_path)
+    train(journal, range(1, 3))
+    journal.declare_plan(1, "second", PLAN, {})
+    journal.finish()
+    certified(journal)
+    main(["verify", str(tmp_path)])
+    assert "it claims ε = 4 at δ = 0.002" in capsys.readouterr().out
+    assert "ε = 4.0 claimed at δ = 0.002" in (tmp_path / "certificate.md").read_text()
+
+
+@pytest.mark.parametrize("tuning", [Tuning(10, fixed=True), Tuning(10, 1.0)], ids=["fixed", "random"])
+def test_a_run_that_was_chosen_is_explained_by_what_it_may_claim(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tuning: Tuning
+) -> None:
+    journal = begin(tmp_path)
+    journal.declare_tuning(Declared("rates", tuning))
+    train(journal, range(1, 41))
+    journal.ledger.close()
+    before = asked(capsys, "explain", str(tmp_path))
+    assert before["epsilon"] >= tuned_epsilon(allowed(History.read(tmp_path / "ledger.jsonl")[0]), PLAN.delta, tuning)
+    assert of_point(before["epsilon"], PLAN.delta).best_guess() >= before["best_guess"] > 0.8
+    journal = reopen(tmp_path)
+    journal.finish()
+    document = certified(journal)
+    claim = document["claim"]["epsilon_claimed"]
+    assert ("accountant: PLD, and PLD or RDP for the choice" in model_card(document)) == (not tuning.fixed)
+    assert before["epsilon"] >= asked(capsys, "explain", str(tmp_path))["epsilon"] == claim > 1.5
 
 
 def test_the_plan_lists_ten_points_up_to_the_last_step_and_a_noise_for_each_batch(

@@ -516,7 +516,11 @@ SAID: list[tuple[str, Check]] = [
         claims,
     ),
     (rf"ε = {NUMBER} spent \(rounded up\) of a budget of {NUMBER}, δ = {NUMBER}; by PLD, interval {NUMBER}", spent),
-    (rf"ε = {NUMBER} claimed: (.+)", lambda w, e, why: (claims(w, e, str(w.delta)), because(w, why))),
+    (
+        rf"ε = {NUMBER} claimed at δ = {NUMBER}: (.+)",
+        lambda w, e, delta, why: (claims(w, e, delta), because(w, why)) and not w.journal.history.run["debug"],
+    ),
+    (r"nothing is claimed: what private steps spent .*", lambda w: w.journal.history.run["debug"]),
     (rf"RDP, as a second opinion: ε = {NUMBER}", is_second_opinion),
     (
         r"RDP, as a second opinion: refused: RDP accounts for Poisson samples, not .*",
@@ -596,7 +600,7 @@ SAID: list[tuple[str, Check]] = [
     ),
     (
         rf"\| Unit of privacy \| {UNIT}; .* with several {ONE}s is not stated, and not in proportion \|",
-        lambda w, _: not w.document["limits"] or nothing_proved(w, "of one person"),
+        lambda w, _: w.journal.history.run["debug"] or not w.document["limits"] or nothing_proved(w, "of one person"),
     ),
     (
         r"\| Variant \| approximate differential privacy, computational: .*",

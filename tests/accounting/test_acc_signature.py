@@ -153,7 +153,7 @@ def test_pages_of_another_certificate_are_not_checked(finished: Path, capsys: py
     ("change", "more", "codes", "told"),
     [
         (lambda folder: None, (), (7, 8), "whether that is the run's key"),
-        (lambda folder: None, SIGNER_GIVEN, (0, 0), "all that is certified was checked"),
+        (lambda folder: None, SIGNER_GIVEN, (0, 0), "all that can be recomputed was checked; "),
         (log, (), (0, 0), "that is the run's key by the log of runs"),
         (lambda folder: log(folder, "ab" * 32), (), (7, 8), "whether that is the run's key"),
         (log_within, (), (7, 8), "whether that is the run's key"),
@@ -182,7 +182,7 @@ def test_the_exit_code_tells_full_success_from_valid_as_far_as_checked(
         lines = (said.err if code == 5 else said.out).splitlines()
         assert told in ("\n".join(lines) if code in (0, 5) else lines[-1]), lines
         assert code == 5 or lines[-1].startswith(
-            "all that is certified was checked" if code == 0 else "what was checked holds; not checked: "
+            "all that can be recomputed was checked; " if code == 0 else "what was checked holds; not checked: "
         )
 
 

@@ -19,6 +19,7 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import describe
+from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
@@ -28,7 +29,7 @@ from murmuration.accounting.plan import ADJACENCY, UNIT, PrivacyPlan
 from murmuration.accounting.sampling import Poisson
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, contribution_in_words, unit_in_words
-from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, on, rewritten, to, whole_run
+from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, on, rewritten, to, train, whole_run
 
 PATIENTS = Unit("patient_id", 4, "mean", "table")
 
@@ -57,6 +58,20 @@ def test_ledger_certificate_and_pages_name_the_unit(tmp_path: Path) -> None:
     assert 'unit: "one unit (all records' in model_card(document)
     loss = registry_entry(document)["deployment"]["privacy_loss"]
     assert loss["privacy_unit"] == "User-level" and "patient_id" in loss["privacy_unit_description"]
+
+
+def test_weights_carry_the_whole_claim_of_their_run(tmp_path: Path) -> None:
+    chosen, late = begin(tmp_path / "chosen"), begin(tmp_path / "late")
+    chosen.declare_tuning(Declared("rates", Tuning(20, fixed=True)))
+    train(chosen, range(1, 41))
+    train(late, range(1, 3))
+    late.declare_plan(1, "second", PLAN, {})
+    for journal in (chosen, late):
+        journal.finish()
+        claim = certified(journal)["claim"]
+        (origin,) = Provenance.of(History.read(journal.ledger.path)[0]).origins
+        assert (origin.epsilon, origin.delta) == (claim["epsilon_claimed"], claim.get("delta_claimed", PLAN.delta))
+        assert origin.epsilon > PLAN.epsilon_budget
 
 
 def test_what_names_no_unit_is_about_records_to_the_letter(tmp_path: Path) -> None:

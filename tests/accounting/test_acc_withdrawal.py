@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,15 @@ def test_other_runs_on_the_same_records_are_named(tmp_path: Path) -> None:
     certificate = certified(whole_run(tmp_path))
     told = _not_covered(certificate | {"siblings": [{"run": "first", "epsilon": 1.0}, "second"]}, "record", 1, False)
     assert any(each.startswith("Other runs on the same records: first, second were known") for each in told)
+    added = {"composition": {"epsilon_sum": 9.0, "delta_sum": 3.0001e-5}, "siblings": [{"run": "first"}]}
+    told = _not_covered(certificate | added, "record", 1, False)
+    assert any("they have ε = 9.0, δ = 3.01e-05 for one record, the sums of all claims" in each for each in told)
+
+
+def test_an_epsilon_above_a_hundred_is_not_rounded_down(tmp_path: Path) -> None:
+    told = stated(tmp_path, "--records", "100", steps=40)
+    shown = re.search(r"e\^ε, ε = ([\d.]+)\)", told["statement"])
+    assert shown and 100 < told["bound"]["epsilon"] <= float(shown[1]) <= told["bound"]["epsilon"] + 1e-4
 
 
 def late(folder: Path) -> None:

@@ -63,7 +63,7 @@ def test_two_processes_train_and_one_audits_what_they_did(audited: Ran, capsys: 
     assert claim["epsilon"] == pytest.approx(History.read(run_dir / "ledger.jsonl")[0].epsilon(), rel=1e-9)
     assert account(["verify", str(run_dir)]) == DONE
     told = capsys.readouterr().out
-    assert "the numbers of the run's own audit agree" in told and told.endswith("all that is certified was checked\n")
+    assert "the numbers of the run's own audit agree" in told and told.endswith("other runs is its signer's word\n")
     page = (run_dir / "certificate.html").read_text()
     assert "Audit of the recipe after the run" in page and "not refuted" in page and "REFUTED by" not in page
     private = run_dir / "logs" / "private" / "replay.json"

@@ -102,7 +102,7 @@ def test_a_study_goes_on_past_a_lost_arm(folder: Path, found: dict[str, Any]) ->
             assert verify(folder / "whole" / "runs" / f"{arm}-{place}-1").committed == 3
     assert found["cost"] == cost_of([folder / "whole" / "runs" / f"all-8-{seed}" for seed in (1, 2)])
     page = (folder / "whole" / "study.html").read_text()
-    assert "Toy &lt;study&gt;" in page and "lost-8-2 failed" in page
+    assert "Toy &lt;study&gt;" in page and "lost-8-2 failed" in page and "standard deviation over runs" in page
     assert (folder / "whole" / "study.png").read_bytes().startswith(b"\x89PNG")
 
 

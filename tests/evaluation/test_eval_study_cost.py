@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.event import Event
 from murmuration.evaluation.study.outcome import cost_in_words, cost_of
+from murmuration.evaluation.study.plan_runs import plan_in_words
 from murmuration.evaluation.study.train_runs import Forked
 from murmuration.train.distributed.process import describe_process
 from tests.support.acc_world import DATA, KEY, PLAN, begin, reopen, train, whole_run
@@ -69,6 +72,22 @@ def test_no_number_is_given_where_one_run_keeps_no_promise(tmp_path: Path) -> No
     for folders in ([one, debug], [debug, one], [debug]):
         cost = cost_of(folders)
         assert cost is not None and cost["epsilon_sum"] is None and "is not known" in cost_in_words(cost)
+
+
+def test_a_run_whose_ledger_cannot_be_read_leaves_no_number(tmp_path: Path) -> None:
+    damaged = whole(tmp_path / "damaged")
+    (damaged / "ledger.jsonl").write_bytes((damaged / "ledger.jsonl").read_bytes()[100:])
+    cost = cost_of([whole(tmp_path / "whole"), damaged, tmp_path / "not trained yet"])
+    assert cost is not None and cost["runs"] == 2 and cost["epsilon_sum"] is None
+    assert "is not known: the ledger of damaged cannot be read" in cost_in_words(cost)
+
+
+def test_a_plan_of_private_runs_says_that_their_deltas_add_up() -> None:
+    phases = [SimpleNamespace(privacy=SimpleNamespace(epsilon=8.0)), SimpleNamespace(privacy=None)]
+    study, config = SimpleNamespace(title="A study", seeds=2), SimpleNamespace(phases=phases)
+    runs: Any = [SimpleNamespace(weights=None, seed=2)] * 96
+    told = plan_in_words(study, runs, [config] * 96)  # type: ignore[arg-type]
+    assert "together spend at most ε = 768, at the sum of their δ" in told
 
 
 @pytest.mark.parametrize("public", [True, False])

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import stat
 import time
 import warnings
@@ -368,8 +369,20 @@ def test_the_name_of_an_axis_is_drawn_as_it_stands(loaded: Callable[..., Config]
     points = {f"zero_shot_{name}": {1: 0.5, 2: 0.75}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawn = figure(phase, points)
+        drawn = figure(phase, points, 0.0)
     assert f">{html.escape(name, quote=False)}</text>" in drawn
+
+
+def test_what_all_phases_spent_stands_beside_the_budget_of_all_of_them(loaded: Callable[..., Config]) -> None:
+    both = loaded()
+    both = both.model_copy(update={"phases": [both.phases[1], both.phases[0], both.phases[1]]})
+    assert [both.budget_up_to(number) for number in range(3)] == [8.0, 8.0, 16.0]
+    points = {"epsilon": {1: 8.5, 2: 12.0}}
+    heights = {
+        budget: re.findall(r"<text [^>]*>(\d+(?:\.\d+)?)</text>", figure(both.phases[2], points, budget))
+        for budget in (8.0, 16.0)
+    }
+    assert "15" in heights[16.0] and "15" not in heights[8.0]
 
 
 def test_an_axis_needs_labels(loaded: Callable[..., Config]) -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from murmuration.__main__ import COMMANDS
 from murmuration.accounting.cli.main import main as account
+from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.data.index.shard_index import build
 from murmuration.data.synthetic.index import shape_samples, write_shards
-from murmuration.train.commands.dry_run import meaning
+from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from tests.support import forking
 from tests.support.config_base import BASE
@@ -48,6 +49,20 @@ def test_a_dry_run_says_what_the_config_means_without_launcher_or_data(tmp_path:
     spent = float(done.stdout.split("epsilon       ")[1].split(" of")[0])
     assert 7.9 < spent <= 8.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"], "nothing is written"
+
+
+def test_several_private_phases_are_added_up_as_the_certificate_will_do(tmp_path: Path) -> None:
+    path, config = tmp_path / "config.json", copy.deepcopy(BASE)
+    config["phases"].append(copy.deepcopy(config["phases"][1]) | {"name": "again"})
+    path.write_text(json.dumps(config))
+    found = meaning(load(path, []))
+    plan = found.phases[1].promise
+    assert plan is not None
+    both = epsilon([plan.plan.event(), plan.plan.event()], plan.plan.delta)
+    assert plan.epsilon < both < 2 * plan.epsilon
+    assert as_text(found).endswith(f"all private phases together: epsilon {round_up(both)} of 16, delta 0.00125")
+    path.write_text(json.dumps(BASE))
+    assert "together" not in as_text(meaning(load(path, [])))
 
 
 def test_people_are_told_first_and_scripts_get_json_and_nothing_else(tmp_path: Path) -> None:

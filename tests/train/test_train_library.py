@@ -37,7 +37,7 @@ from murmuration import (
     Units,
 )  # fmt: skip
 from murmuration.accounting.certificate.verify import verify
-from murmuration.accounting.epsilon.accountant import epsilon
+from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.errors import InputError, PlanError, RunError
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
@@ -893,7 +893,7 @@ def test_the_loop_shows_saves_and_writes_as_the_settings_say(
     assert "self-test passed" in told
     lines = [line for line in told.splitlines() if line.startswith("training  step ")]
     assert [line.split()[2] for line in lines] == ["2/6", "4/6", "6/6"]
-    assert f"lr 8.33e-03  ε {math.ceil(1000 * spent) / 1000:.3f} of 20" in lines[-1]
+    assert f"lr 8.33e-03  ε {round_up(spent, 3):.3f} of 20" in lines[-1]
     board = EventAccumulator(str(tmp_path / "tb" / "public"))
     board.Reload()
     by_name = {tag.split("/")[-1]: board.Scalars(tag) for tag in board.Tags()["scalars"]}

@@ -50,7 +50,7 @@ from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
 from murmuration.train.audit.checks import Check, check_allocation, check_divisor, check_noise, check_sampling
-from murmuration.train.audit.result import AuditReport
+from murmuration.train.audit.result import SIMULATED, AuditReport
 from murmuration.train.audit.setup import AuditSetup
 from murmuration.train.audit.turns import Group, SeenSegment, Turn, noise_in, pairs_in, turns_of
 from murmuration.train.clip.losses import losses_of, of_slots
@@ -72,7 +72,6 @@ from murmuration.train.storage.sibling_runs import RunLog
 
 SAMPLING_STEPS, SAMPLING_RECORDS = 64, 200_000
 DIVISOR_STEPS, DIVISOR_RATE = 6, 0.5
-SIMULATED = 200
 INPUT_SEED = 9_001
 FAULT, SMALL_FAULT = 0.3, 0.9  # shares of the planned noise; the report says how often an audit would find each
 MOST_PATTERNS = 256

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 
-from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.certificate.evidence import rounded_down
+from murmuration.accounting.epsilon.accountant import round_up, show_epsilon
 from murmuration.accounting.epsilon.audit_evidence import ACCUSED, AuditBound, Bound
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import RandomAllocation
 from murmuration.train.audit.checks import Check
+
+SIMULATED = 200
+"""Audits from which `power` is known."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class AuditReport:
         """Every claim that does not stand, in words."""
         found = []
         if self.p_value < ACCUSED:
-            least, claim = self.bound.epsilon, self.claim
-            found.append(f"epsilon is at least {least:.3f}, and {claim:.3f} is claimed (p = {self.p_value:.2g})")
+            found.append(
+                f"epsilon is at least {rounded_down(self.bound.epsilon)} with {self.bound.confidence:.0%} confidence, "
+                f"and {show_epsilon(self.claim)} is claimed (p = {self.p_value:.2g} for the claim)"
+            )
         if not self.sampling.passed:
             found.append(f"the batches are not {self._drawn} at the claimed rate")
         if not self.divisor.passed:
@@ -106,7 +111,10 @@ class AuditReport:
             lines.append(f"noise         p = {self.noise.p_value:.2g} for draws that no two steps share")
         if self.power:
             found = ", ".join(f"{share:.1%} detect noise of {scale:g}·σ" for scale, share in self.power.items())
-            lines.append(f"power         of such audits {found}; one in a million accuses honest noise")
+            lines.append(
+                f"power         of {SIMULATED} such audits, simulated, {found}; of the checks above, each accuses an "
+                "honest run at most once in a million"
+            )
         else:
             lines.append("power         not known for input canaries; gradient canaries are the stronger test")
         lines += [f"REFUTED       {text}" for text in self.refuted]
@@ -123,4 +131,4 @@ class AuditReport:
 def shown(bound: Bound) -> str:
     # Rounded down, as a lower bound must be.
     how = f"{bound.correct} of {bound.guesses} guesses right" if bound.guesses else "continuous values"
-    return f"{math.floor(bound.epsilon * 1000) / 1000:.3f} ({bound.method}, {how})"
+    return f"{rounded_down(bound.epsilon)} ({bound.method}, {how})"

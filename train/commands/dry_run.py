@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.epsilon.accountant import epsilon, round_up, show_delta
 from murmuration.accounting.escaping import printable_lines
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import contribution_in_words
@@ -160,7 +160,21 @@ def as_text(found: Meaning) -> str:
         lines += ["", f"phase {one.number} ({one.phase.name}, {one.phase.objective}):"]
         lines += [f"  note          {text}" for text in one.notes]
         lines += [f"  {line}" for line in _told(one)]
+    promised = [one.promise for one in found.phases if one.promise is not None]
+    if len(promised) > 1 and len({promise.plan.delta for promise in promised}) == 1:  # a run claims one delta
+        lines += ["", _together([promise.plan for promise in promised])]
     return printable_lines("\n".join(lines))
+
+
+def _together(plans: list[PrivacyPlan]) -> str:
+    """What a record is promised by the run, as its certificate will say."""
+    spent, budget = (
+        epsilon([plan.event() for plan in plans], plans[0].delta),
+        sum(plan.epsilon_budget for plan in plans),
+    )
+    return (
+        f"all private phases together: epsilon {round_up(spent)} of {budget:g}, delta {show_delta(plans[0].delta, 6)}"
+    )
 
 
 def _at_hand(path: Path) -> str:
@@ -201,7 +215,7 @@ def _promised(promise: Promise) -> list[str]:
         *([f"views         {plan.views} of each record, clipped as one"] if plan.views > 1 else []),
         f"T             {plan.steps}",
         f"epsilon       {promise.epsilon} of {plan.epsilon_budget:g} (PLD)",
-        f"delta         {plan.delta:.6g}",
+        f"delta         {show_delta(plan.delta, 6)}",
         *(f"note          {note}" for note in promise.notes),
     ]
 

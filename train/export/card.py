@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from murmuration.accounting.certificate.evidence import refutations
 from murmuration.accounting.escaping import markdown_page, printable
 from murmuration.accounting.unit import noun_of
 from murmuration.model.captioner import Captioner
@@ -29,8 +30,9 @@ LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 def write_card(
     out: Path, finished: Finished, loading: Loading, certificate: Mapping[str, Any], measured: Mapping[str, float],
-    licence: str,
+    licence: str, chosen: bool = False,
 ) -> None:  # fmt: skip
+    """`chosen`: among checkpoints, by one of the measurements."""
     claim, about = certificate["claim"], certificate.get("about") or {}
     page = markdown_page(
         Path(__file__).with_name("model_card.md.jinja"),
@@ -41,6 +43,7 @@ def write_card(
         run=str(certificate["run"]),
         what=_what(finished),
         promise=str(claim["statement"]),
+        refuted=refutations(dict(certificate)),
         signer=Markup(certificate["signature"]["public_key"]),
         private=bool(claim["private"]),
         unit=str(certificate["unit"]),
@@ -48,6 +51,7 @@ def write_card(
         neighbours=str(certificate["adjacency"]),
         data=str(about.get("data") or "not stated (the config's about section)"),
         measured=[(_title(name), f"{value:.4f}") for name, value in measured.items() if name != SIGNAL],
+        chosen=chosen,
         pixels=None if finished.model.shape.reads_texts else _pixels(finished),
         classes=len(finished.class_names),
     )

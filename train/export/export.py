@@ -70,7 +70,7 @@ def export(
             FORMS[form](loaded, part, told)
             _describe(loaded, root, part)
         else:
-            _write_foreign(form, loaded, root, part, told, averages, licence, document)
+            _write_foreign(form, loaded, root, part, told, averages, licence, document, best)
         shutil.copyfile(root / "ledger.jsonl", part / "ledger.jsonl")
         if (root / WEIGHTS_LIST).is_file():
             shutil.copyfile(root / WEIGHTS_LIST, part / WEIGHTS_LIST)
@@ -195,7 +195,7 @@ FORMS: dict[str, Form] = {
 
 def _write_foreign(
     form: str, loaded: Loaded, root: Path, out: Path, told: dict[str, str], averages: bool, licence: str,
-    certificate: dict[str, Any],
+    certificate: dict[str, Any], best: bool,
 ) -> None:  # fmt: skip
     """A form of another package, and the page that says what the model is."""
     weights = averaged(loaded) if averages else loaded.weights()
@@ -204,7 +204,7 @@ def _write_foreign(
     finished = Finished.of(loaded, root, weights, AVERAGED if averages else "")
     loading = write_form(form, finished, out, told)
     kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
-    write_card(out, finished, loading, certificate, {} if averages else kept.public, licence)
+    write_card(out, finished, loading, certificate, {} if averages else kept.public, licence, best)
 
 
 def _holds_no_key(key: Path, out: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.forecast import PhaseForecast
@@ -86,8 +86,8 @@ def _phase(phase: PhaseForecast, cluster: Cluster) -> list[str]:
         ]
     lines.append(f"  disk          {_gib(phase.checkpoint_bytes)} a checkpoint, {phase.checkpoints} at once")
     if phase.plan is not None:
-        lines.append(f"  σ             {phase.plan.noise_multiplier:g}, δ {phase.plan.delta:.3g}")
-        shown = ", ".join(f"{step:,}: {round_up(value):g}" for step, value in phase.epsilons)
+        lines.append(f"  σ             {phase.plan.noise_multiplier:g}, δ {show_delta(phase.plan.delta)}")
+        shown = ", ".join(f"{step:,}: {show_epsilon(value)}" for step, value in phase.epsilons)
         lines.append(f"  ε by step     {shown} (budget {phase.plan.epsilon_budget:g})")
     if (warning := _warning(phase)) is not None:
         lines.append(f"  warning       {warning}")

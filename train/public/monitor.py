@@ -149,7 +149,7 @@ class LossMonitor:
             batch = said(values["monitor_suggested_batch"], self._affordable(self.plan))
             lines.append(
                 f"for these weights, records go furthest at a batch of {batch} with "
-                f"σ = {values['monitor_suggested_sigma']:.3f} (same ε, same records in all):"
+                f"σ = {values['monitor_suggested_sigma']:.3f} (about the same ε, same records in all):"
             )
         return lines + table(curvature, mechanism, self.plan, self._affordable(self.plan))
 

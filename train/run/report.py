@@ -58,8 +58,12 @@ def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], s
         statement=printable(certificate["claim"]["statement"]),
         texts=[text for text in (config.about.source, config.about.expect) if text] + outcomes(config, curves),
         phases=[
-            {"name": phase.name, "kind": _kind(phase), "figure": figure(phase, curves[phase.name])}
-            for phase in config.phases
+            {
+                "name": phase.name,
+                "kind": _kind(phase),
+                "figure": figure(phase, curves[phase.name], config.budget_up_to(number)),
+            }
+            for number, phase in enumerate(config.phases)
             if curves.get(phase.name)
         ],
         facts=facts(certificate),
@@ -209,8 +213,8 @@ def answers_of(phase: Phase, points: dict[str, dict[int, float]]) -> dict[str, t
     return {name: answer for name, answer in found.items() if name in points}
 
 
-def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
-    """The phase's panels side by side, as SVG."""
+def figure(phase: Phase, points: dict[str, dict[int, float]], budget: float) -> str:
+    """The phase's panels side by side, as SVG. `budget`: of all phases so far, as ε is what they have spent."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -243,9 +247,9 @@ def figure(phase: Phase, points: dict[str, dict[int, float]]) -> str:
             axis.plot(steps, values, color=BLUE, marker="o" if len(steps) < 30 else None, markersize=3)
             axis.set(title=PANELS[name], xlabel="step")
             if name == "epsilon" and phase.privacy is not None:
-                axis.axhline(phase.privacy.epsilon, color=ORANGE, linestyle="--", linewidth=1)
-                axis.set_ylim(0, phase.privacy.epsilon * 1.1)
-                axis.text(min(points[name]), phase.privacy.epsilon * 1.02, "budget", color=ORANGE, fontsize=8)
+                axis.axhline(budget, color=ORANGE, linestyle="--", linewidth=1)
+                axis.set_ylim(0, budget * 1.1)
+                axis.text(min(points[name]), budget * 1.02, "budget", color=ORANGE, fontsize=8)
             elif name in ("lr", "update_snr"):
                 axis.set_ylim(bottom=0)
         if answers:

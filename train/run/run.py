@@ -8,7 +8,7 @@ import shlex
 from importlib.metadata import version
 from pathlib import Path
 
-from murmuration.accounting.epsilon.accountant import round_up
+from murmuration.accounting.epsilon.accountant import round_up, show_delta, show_epsilon
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.lines import KEYED
 from murmuration.train.config.root import Config
@@ -135,9 +135,14 @@ def _conclude(run: RunContext, phases: list[ReadyPhase]) -> None:
     if verdict.objection:
         run.board.say(verdict.objection)
     else:
-        run.board.say(f"final ε = {verdict.epsilon:.6f} of {verdict.budget:g} at δ = {verdict.delta:.3g}, verified")
+        assert verdict.delta is not None and verdict.delta_claimed is not None, "a run that claims something has a plan"
+        run.board.say(
+            f"final ε = {round_up(verdict.epsilon, 6):.6f} of {verdict.budget:g} at δ = {show_delta(verdict.delta)}, "
+            "verified"
+        )
         if verdict.claimed is not None and verdict.claimed > round_up(verdict.epsilon):
-            run.board.say(f"claimed ε = {verdict.claimed:g}: {verdict.claimed_because}")
+            claim = f"claimed ε = {show_epsilon(verdict.claimed)} at δ = {show_delta(verdict.delta_claimed)}"
+            run.board.say(f"{claim}: {verdict.claimed_because}")
     run.board.say(f"certificate: {run.folder.root / 'certificate.html'}\nreport: {run.folder.report}")
     where = shlex.quote(str(run.folder.root))
     for about, command in NEXT:
@@ -199,7 +204,7 @@ def _declare_choices(run: RunContext) -> None:
     cost = run.writer.declare_tuning(settings.tuned_on_private_data.declared())
     if cost is not None:
         run.board.say(
-            f"chosen among several private runs: ε = {round_up(cost):g} will be claimed for the planned steps"
+            f"chosen among several private runs: ε = {show_epsilon(cost)} will be claimed for the planned steps"
         )
 
 

@@ -3,7 +3,7 @@
 That no record meets another holds by construction (`clip/isolated.py`): a module that would let it is refused by the
 first pass. What is tested here is tested on the records that it is given.
 
-It runs before the first private record is read and leaves weights and optimizer unchanged, bit for bit. Its noise
+It runs before the first private step and leaves weights and optimizer unchanged, bit for bit. Its noise
 comes from its own key. A run that fails the check does not start.
 """
 

@@ -100,7 +100,7 @@ def finish(
 
     publish(certify(run.folder, run.writer, logs, describe, lambda: [newest, *others()], deviations))
     if not keep_key and not audited and destroy(run.folder.key):
-        run.say("the run key is destroyed: nobody can redraw the noise")
+        run.say("the run key is destroyed: without a copy of it, nobody can redraw the noise")
     return verify(run.folder.root)
 
 

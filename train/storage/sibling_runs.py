@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from murmuration.accounting.durable import try_lock
+from murmuration.accounting.epsilon.accountant import show_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.facts import Head
 from murmuration.accounting.ledger.heads import append, heads_in
@@ -447,8 +448,8 @@ class RunLog:
         if (spent := self.spent(own, unit)) + epsilon > budget * (1 + 1e-9):
             raise DataBudgetError(
                 f"{self.files[0].parent}: these records have a budget of ε = {budget:g} for all runs, of which earlier "
-                f"ones take {spent:g}, so a run of ε = {epsilon:g} is too much; lower its budget, or raise that of the "
-                "records with prepare.py index --budget"
+                f"ones take {show_epsilon(spent)}, so a run of ε = {epsilon:g} is too much; lower its budget, or raise "
+                "that of the records with prepare.py index --budget"
             )
 
     def heads(self, run: str) -> list[list[Head]]:

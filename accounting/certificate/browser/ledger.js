@@ -561,7 +561,7 @@ function epsilons(ledger, certificate, say) {
   if (!(claim.epsilon_rounded_up >= claim.epsilon)) say("fails", "The certificate's rounded ε is below its ε.");
   if (claimed === "fails") {
     say("fails", `The certificate claims ε = ${claim.epsilon_claimed}, below ${low.toFixed(6)}${low === budget ? ", the budget, which it must claim since outputs may have decided how the run went" : ""}.`);
-  } else say(claimed, `Claimed: ε = ${claim.epsilon_claimed} at δ = ${at}; the ledger asks for ${asked.high.toFixed(6)} at most.`, true);
+  } else say(claimed, `${claim.private === true ? "Claimed" : "Charged, and not claimed"}: ε = ${claim.epsilon_claimed} at δ = ${at}; the ledger asks for ${asked.high.toFixed(6)} at most.`, true);
   const runs = ledger.tunings.filter((each) => each.runs);
   if (runs.length && runs.every((each) => each.runs.fixed)) {
     // Where each of them may have been cut short by its outputs, what they had planned is what they may have spent.

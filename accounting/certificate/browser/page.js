@@ -43,7 +43,7 @@ async function check(files) {
     else if (certificate.certificate?.claim.private !== true) told("open", "Nothing is claimed here.", findings);
     else if (lacking) told("open", `What could be checked holds, but that is not all that the claim needs. Not checked: ${lacking.text}`, findings);
     else told("holds", `What this page could check holds: ${certificate.certificate.claim.statement}. Not checked: ${count("open")}, below.`, findings);
-    if (findings.curve) draw(findings.curve);
+    if (findings.curve && certificate.certificate?.claim.private === true) draw(findings.curve);
   } catch (error) {
     told("fails", error instanceof Refused ? `This cannot be checked: ${error.message}.` : `This cannot be checked: the files are not what this page expects (${error.message}).`);
   }
