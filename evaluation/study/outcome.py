@@ -11,7 +11,7 @@ from typing import Any
 
 from murmuration.accounting.certificate.composition import SUMS, composed, known_runs
 from murmuration.accounting.durable import atomic
-from murmuration.accounting.epsilon.accountant import round_up, show_delta
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
 from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
@@ -120,7 +120,7 @@ def cost_in_words(cost: dict[str, Any] | None) -> str:
 
 def sums_in_words(cost: dict[str, Any]) -> str:
     told = [
-        f"ε = {round_up(cost[f'epsilon_{by}'], 2):g} at δ = {show_delta(cost[f'delta_{by}'])}"
+        f"ε = {show_epsilon(cost[f'epsilon_{by}'], 2)} at δ = {show_delta(cost[f'delta_{by}'])}"
         for by in ("together", "sum")
     ]
     # Steps of one run compose to its claim, or, before it has ended, to a little more: they are counted whole.
