@@ -23,7 +23,7 @@ RUN := runs/$(notdir $(DEMO))
 # What the model of the demo writes below pictures that it has not seen.
 CAPTIONS := $(RUN)/captions
 
-.PHONY: setup demo test test-core test-rest test-full test-slow test-oldest test-times fuzz mutate lint
+.PHONY: setup demo test test-core test-rest test-full test-at-once test-slow test-oldest test-times fuzz mutate lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt constraints-cu12.txt
@@ -73,9 +73,16 @@ test-full: test test-rest
 test-rest: $(READY)
 	$(call run_tests,"not core and not slow",$(BY_FILE),$(AT_ONCE))
 
+# The tests of test-full by one call instead of four, each of which would import everything in every process and end with
+# one core at its last file. Runs of several processes wait for each other: what waits leaves its core to another test.
+test-at-once: $(READY)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q \
+	    -n auto --maxprocesses 8 --dist $(BY_FILE)
+
 # Which kernels PyTorch, oneDNN, MKL, OpenBLAS and NumPy take depends on the processor, and they add and round in other
 # orders. With the oldest of each, which every x86-64 has, a test that holds on one processor alone shows itself; with the
-# lowest versions that pyproject.toml allows, one that holds with new packages alone. They are installed apart (5.6 GB).
+# lowest versions that pyproject.toml allows, one that holds with new packages alone. They are installed apart (5.6 GB),
+# and what is imported of them is compiled as it is: a quarter of what setup would compile.
 # NumPy's build says which it can leave out.
 OLDEST := $(CURDIR)/build/oldest/bin
 OLDEST_KERNELS := ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OPENBLAS_CORETYPE=Nehalem \
@@ -84,7 +91,7 @@ OLDEST_KERNELS := ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=SSE41 MKL_CBWR=CO
 
 build/oldest/.ready: pyproject.toml $(READY)
 	@$(BIN)/uv venv -q --clear --python $(BIN)/python build/oldest
-	@$(BIN)/uv pip install -q --compile-bytecode --python $(OLDEST)/python -r pyproject.toml --extra dev \
+	@$(BIN)/uv pip install -q --python $(OLDEST)/python -r pyproject.toml --extra dev \
 	    --resolution lowest-direct
 	@touch $@
 

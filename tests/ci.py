@@ -6,24 +6,29 @@ On a slow machine the lint gates, the core and one test of each end-to-end file 
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from tests.times import ROOT, Times, unit
 
 MINUTES = 60.0
 USED = 0.85
 """The part of the time that is planned: imports of workers and uneven ends are not in the table."""
-WORKERS, OF_EACH = 4, 1.25
+AT_MOST, OF_EACH = 4, 1.25
 """End-to-end tests run by so many processes at the most (Makefile), each of which keeps so many cores busy: two ranks
 wait for each other."""
 COLLECTION = 30.0
 """Seconds until a call of pytest has imported what it collects, on the machine of the table."""
+WORKERS = "PYTEST_XDIST_AUTO_NUM_WORKERS"
+"""The variable that says what pytest's `-n auto` is."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,12 @@ class Plan:
     share: int = 0
     shares: int = 1
 
-    def steps(self) -> list[list[str]]:
-        """What `make` is called with; TEST_SHARE is in its environment."""
-        if self.shares == 1:  # in one call, since test-full begins with test: nothing runs twice
-            return [["test", "test-full", "test-oldest"]]
-        return [["test"], ["test-rest"], ["test-oldest"]]
+    def steps(self) -> list[tuple[list[str], list[str]]]:
+        """What `make` is called with, TEST_SHARE being in its environment, and what one process does meanwhile: lint
+        has only one, and the oldest packages are installed first."""
+        if self.shares == 1:
+            return [(["test-at-once"], ["lint", "test-oldest"])]
+        return [(["test"], []), (["test-rest"], []), (["test-oldest"], [])]
 
     def text(self) -> str:
         head = f"{self.cores} core{'s' * (self.cores > 1)}, {self.slower:.2f} times the seconds of the table's machine"
@@ -68,7 +74,7 @@ def planned(table: Times, own_unit: float, cores: int, number: int, files: int) 
     slower = own_unit / table.unit
 
     def minutes(group: str) -> float:
-        at_once = {"end to end": min(cores, WORKERS * OF_EACH), "lint": 1}.get(group, cores)
+        at_once = {"end to end": min(cores, AT_MOST * OF_EACH), "lint": 1}.get(group, cores)
         return table.groups.get(group, [0, 0.0])[1] * slower / at_once / 60
 
     count = max(1.0, table.groups.get("end to end", [1, 0.0])[0])
@@ -96,15 +102,15 @@ def commit_number() -> int:
     return int(git("rev-parse", "HEAD")[:8] or "0", 16)
 
 
-def run(targets: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+def run(targets: list[str], env: dict[str, str], out: BinaryIO) -> tuple[int, list[str]]:
     """The exit code of make, whose output is passed on, and the closing lines of pytest."""
     closing: list[str] = []
     command = ["make", "--keep-going", *targets]  # what failed hides no other failure
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         for raw in process.stdout:
-            sys.stdout.buffer.write(raw)
-            sys.stdout.buffer.flush()
+            out.write(raw)
+            out.flush()
             line = raw.decode(errors="replace").strip().strip("= ")
             if re.search(r"\d+ (passed|failed|errors?)\b.* in \d", line):
                 closing.append(line)
@@ -129,23 +135,29 @@ def main() -> int:
     times = Path(os.environ.get("TEST_TIMES", ROOT / "build" / "times.jsonl"))
     times.parent.mkdir(exist_ok=True)
     times.write_text("")
-    # Workers for the cores that may be used: pytest-xdist counts those of the machine.
-    env = {**os.environ, "TEST_TIMES": str(times), "PYTEST_XDIST_AUTO_NUM_WORKERS": str(min(cores, 8))}
-    # Lint keeps one core busy, and installing waits for disk and network; what fails fails again where it is needed.
-    run(["-j2", "lint", "build/oldest/.ready"], env)
-    closing: list[str] = []
+    # For the cores that may be used, since pytest-xdist counts those of the machine; one more where all is one call, in
+    # which ranks wait for each other and tests for a clock.
+    env = {**os.environ, "TEST_TIMES": str(times), WORKERS: str(min(cores + (plan.shares == 1), 8))}
+    ran: list[str] = []
     failed: list[str] = []
-    for targets in plan.steps():
+    closing: list[str] = []
+    for targets, beside in plan.steps():
         if plan.shares > 1 and targets != ["test"]:
             env["TEST_SHARE"] = f"{plan.share}/{plan.shares}"
-        code, lines = run(targets, env)
-        closing += lines
-        failed += targets if code else []
+        with ThreadPoolExecutor() as pool:
+            told = io.BytesIO()  # after the other's output, not between its lines
+            calls = [pool.submit(run, targets, env, sys.stdout.buffer)]
+            calls += [pool.submit(run, beside, {**env, WORKERS: "1"}, told)] if beside else []
+            for made, call in zip((targets, beside), calls, strict=False):
+                code, lines = call.result()
+                ran += made
+                failed += made if code else []
+                closing += lines
+        sys.stdout.buffer.write(told.getvalue())
     for line in Times.of_lines(times.read_text().splitlines(), own).doubled(table):
         print(f"doubled: {line}")
     ended = f"failed in make {' '.join(failed)}" if failed else "all passed"
-    ran = " ".join(target for targets in plan.steps() for target in targets)
-    print(f"{ended}: {counted(closing)}. Ran: make {ran}. Not run: {plan.left_out()}.", flush=True)
+    print(f"{ended}: {counted(closing)}. Ran: make {' '.join(ran)}. Not run: {plan.left_out()}.", flush=True)
     return 1 if failed else 0
 
 

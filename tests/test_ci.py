@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,12 +26,12 @@ TABLE = Times(2.0, GROUPS, {"train/test_a.py::one": 5.0})
 
 def test_a_fast_machine_runs_everything_and_a_slow_one_what_fits() -> None:
     fast = ci.planned(TABLE, 2.0, 2, 7, 50)
-    assert fast.shares == 1 and fast.steps() == [["test", "test-full", "test-oldest"]]
+    assert fast.shares == 1 and fast.steps() == [(["test-at-once"], ["lint", "test-oldest"])]
     assert "everything runs" in fast.text() and "slow tests" in fast.left_out()
     for own_unit, cores in ((8.0, 2), (3.0, 1), (5.0, 1)):
         slow = ci.planned(TABLE, own_unit, cores, 7, 50)
         assert slow.shares > 1 and slow.minutes <= ci.MINUTES < slow.whole, slow
-        assert slow.steps()[0] == ["test"], "lint and core always run"
+        assert slow.steps()[0][0] == ["test"], "lint and core always run"
         assert f"share {slow.share + 1} of {slow.shares}" in slow.text() and "shares" in slow.left_out()
         assert {ci.planned(TABLE, own_unit, cores, number, 50).share for number in range(slow.shares)} == set(
             range(slow.shares)
@@ -76,32 +79,74 @@ def test_closing_lines_are_added_up() -> None:
     assert ci.counted([]) == "no test"
 
 
-def test_a_failure_is_the_exit_code_and_all_the_rest_runs_as_well(
+@pytest.fixture
+def made(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
-) -> None:
-    """Make is a script that fails for test-rest, on a machine that is five times as slow."""
+) -> Callable[[float], tuple[list[str], list[str]]]:
+    """Runs it on a machine of that speed with one core, where make is a script that fails for lint and test-rest: what
+    was told, and what make was called with."""
     make = tmp_path / "make"
     make.write_text(
-        '#!/bin/sh\necho "$TEST_SHARE $PYTEST_XDIST_AUTO_NUM_WORKERS $*" >> "$0.called"\n'
-        'case "$2" in test-rest) echo "= 1 failed, 2 passed in 2.00s ="; exit 2 ;; *) echo "5 passed in 1.00s"; esac\n'
+        '#!/bin/sh\necho "$TEST_SHARE $PYTEST_XDIST_AUTO_NUM_WORKERS $*" >> "$0.called"\ncase "$2" in\n'
+        'test-rest) echo "= 1 failed, 2 passed in 2.00s ="; exit 2 ;;\n'
+        'lint) echo "1 passed in 1.00s"; exit 2 ;;\n'
+        'test-at-once) until grep -q lint "$0.called"; do :; done ;;\n'
+        "esac\n"
+        'echo "5 passed in 1.00s"\n'
     )
     make.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("TEST_TIMES", str(tmp_path / "times.jsonl"))
-    monkeypatch.setattr(ci, "unit", lambda: 10.0)
     monkeypatch.setattr(Times, "read", classmethod(lambda cls: TABLE))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert ci.main() == 1
-    first, *_, last = capfdbinary.readouterr().out.decode().splitlines()
+
+    def run(own_unit: float) -> tuple[list[str], list[str]]:
+        monkeypatch.setattr(ci, "unit", lambda: own_unit)
+        assert ci.main() == 1
+        told = capfdbinary.readouterr().out.decode().splitlines()
+        return told, (tmp_path / "make.called").read_text().splitlines()
+
+    return run
+
+
+def test_a_failure_is_the_exit_code_and_all_the_rest_runs_as_well(
+    made: Callable[[float], tuple[list[str], list[str]]],
+) -> None:
+    (first, *_, last), calls = made(10.0)
     assert first.startswith("speed: 10.00 s") and "1 core, 5.00 times" in first
     assert last.startswith(
         "failed in make test-rest: 12 passed, 1 failed. Ran: make test test-rest test-oldest. Not run:"
     )
     assert "shares" in last
-    before, *calls = (tmp_path / "make.called").read_text().splitlines()
-    assert before == " 1 --keep-going -j2 lint build/oldest/.ready"
     assert calls[0] == " 1 --keep-going test" and calls[1].endswith(" 1 --keep-going test-rest") and "/" in calls[1]
     assert len(calls) == 3, "a failure hides none of what comes after it"
+
+
+def test_lint_and_the_oldest_packages_run_beside_everything_else_and_their_failure_counts(
+    made: Callable[[float], tuple[list[str], list[str]]],
+) -> None:
+    """Make of the one waits for make of the other."""
+    told, calls = made(1.0)
+    assert sorted(calls) == [" 1 --keep-going lint test-oldest", " 2 --keep-going test-at-once"]
+    assert told[1:3] == ["5 passed in 1.00s", "1 passed in 1.00s"], "told one after the other"
+    assert told[-1].startswith(
+        "failed in make lint test-oldest: 6 passed. Ran: make test-at-once lint test-oldest. Not"
+    )
+
+
+def test_what_ci_runs_at_once_is_what_make_test_full_runs() -> None:
+    def commands(target: str) -> str:
+        made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        return made.stdout.replace("\\\n", " ")
+
+    of_core, of_rest, at_once = map(commands, ("test", "test-rest", "test-at-once"))
+    for gate in ("ruff check", "ruff format --check", "lint-imports"):
+        assert gate in of_core, "make test has the lint gates"
+    for told, marked in ((of_core, "core and not slow"), (of_rest, "not core and not slow"), (at_once, "not slow")):
+        assert set(re.findall(r'-m "(.*?)"', told)) == {marked}, told
+        assert ("--ignore tests/end_to_end" in told) == bool(re.search(r" tests/end_to_end \|\|", told)), (
+            "both, or whole"
+        )
 
 
 def test_tests_that_take_twice_as_long_are_named_whatever_the_machine() -> None:

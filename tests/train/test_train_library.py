@@ -57,12 +57,12 @@ from murmuration.train.self_test.self_test import SelfTestError
 from murmuration.train.storage.checkpoint import Checkpoints
 from murmuration.train.storage.run_dir import RunDir
 from murmuration.train.storage.sibling_runs import DataBudgetError, RunLog
-from tests.support.own_module import RATE, RECORDS, SEED, Regression, X, Y, read, run, synthetic, training
+from tests.support.own_module import RATE, RECORDS, SEED, WIDE, Regression, X, Y, read, run, synthetic, training
 from tests.support.recorded_blocks import operation_by_operation
 
 
 def random_net() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(5, WIDE), nn.Tanh(), nn.Linear(WIDE, 1))
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
@@ -115,7 +115,7 @@ class ReadBothWays(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(1, 4, batch_first=True, bidirectional=True), nn.Linear(8, 1)
+        self.lstm, self.head = nn.LSTM(1, 31, batch_first=True, bidirectional=True), nn.Linear(62, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(x[..., None])[0][:, -1])
@@ -581,7 +581,7 @@ def test_a_step_at_no_number_moves_nothing_and_may_be_made_again(tmp_path: Path)
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(5, 2)
+        self.layer = nn.Sequential(nn.Linear(5, WIDE), nn.Tanh(), nn.Linear(WIDE, 2))
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(self.layer(inputs["x"]), inputs["y"], reduction="none")
@@ -830,7 +830,7 @@ def test_weights_of_a_run_on_other_records_bring_its_promise_along(tmp_path: Pat
         def forward(self, inputs: dict[str, Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
             return (super().forward(inputs["0"]).squeeze(1) - inputs["1"]).square()
 
-    make = random_net if loss is not None else lambda: WithLoss(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    make = random_net if loss is not None else lambda: WithLoss(*random_net())
     loaded = Checkpoints.newest(RunDir(earlier).checkpoints)
     assert loaded is not None
     with own(tmp_path / "b", make, dataset="B", start=earlier, steps=2, loss=loss) as found:
@@ -852,7 +852,7 @@ def test_what_a_run_does_not_fill_must_be_random_too(tmp_path: Path, earlier: Pa
     """Else one tensor of a known run would vouch for all others."""
 
     def wider() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2), nn.Linear(2, 1))
+        return nn.Sequential(nn.Linear(5, WIDE), nn.Tanh(), nn.Linear(WIDE, 2), nn.Linear(2, 1))
 
     told = json.dumps(finished(tmp_path / "random", model=wider, dataset="B", start=earlier, steps=1))
     assert "FOREIGN WEIGHTS" not in told
@@ -946,7 +946,7 @@ def test_nothing_is_measured_before_a_checkpoint_is_durable(tmp_path: Path) -> N
         assert isinstance(model, Dropping), "the program's own module"
         return {"error": float(squares(model, (X, Y)).mean()), "step": saved.step}
 
-    make = lambda: Dropping(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))  # noqa: E731
+    make = lambda: Dropping(*random_net())  # noqa: E731
     measured = []
     with own(tmp_path, make, public={"evaluation": "the plane's other half"}) as found:
         for step in found:

@@ -24,7 +24,7 @@ from murmuration.train.library.start import started
 from murmuration.train.optim.rates import rates_of
 from murmuration.train.optim.torch_optimizer import UnfitOptimizerError, described
 from murmuration.train.self_test.self_test import SelfTestError
-from tests.support.own_module import RECORDS, SEED, Regression, X, read, run, training
+from tests.support.own_module import RECORDS, SEED, WIDE, Regression, X, read, run, training
 from tests.support.train_helpers import alone
 
 PEOPLE = [f"p{number * 7 % 20}" for number in range(RECORDS)]
@@ -33,15 +33,14 @@ PEOPLE = [f"p{number * 7 % 20}" for number in range(RECORDS)]
 class Net(Regression):
     """Random weights, as a function of the seed from outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDE) -> None:
         nn.Module.__init__(self)
-        self.layers = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.layers = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
 
 
 class Wider(Net):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1))
+        super().__init__(WIDE + 1)
 
 
 class Centred(Net):
@@ -56,7 +55,7 @@ class Prototypes(Net):
     """Begins with a few of the records, and with what some of them are like, which differs from seed to seed."""
 
     def __init__(self, bank: Any = None) -> None:
-        super().__init__()
+        super().__init__(8)
         some = torch.randperm(RECORDS)[: RECORDS // 2]
         self.prototypes = nn.Parameter(X[some[:8]].clone())
         self.offset = nn.Parameter(torch.zeros(2))
@@ -69,7 +68,7 @@ class ByHand(Net):
     """Random in ways of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(8)
         self.old = nn.Parameter(torch.Tensor(5, 8))
         nn.init.orthogonal_(self.old)
         self.scaled = nn.Parameter(torch.empty(30, dtype=torch.float64).normal_().mul_(0.02).float() @ torch.eye(30))
@@ -79,7 +78,7 @@ class ByHand(Net):
 
 def fitted() -> nn.Module:
     """Trained without noise, from random weights."""
-    net = Net()
+    net = Net(8)
     optimizer = torch.optim.Adam(net.parameters())
     net.layers(X).square().mean().backward()
     optimizer.step()
@@ -124,7 +123,7 @@ class Enlarged(Net):
     """A table from elsewhere, with random rows added."""
 
     def __init__(self, added: int, rows: int = 1000, pad: int | None = None) -> None:
-        super().__init__()
+        super().__init__(8)
         self.table = nn.Embedding(rows + added, 5, padding_idx=pad)
         with torch.no_grad():
             self.table.weight[:rows] = OTHERS[:rows]
@@ -201,7 +200,7 @@ def test_a_run_whose_loss_is_a_function_can_be_started_from(tmp_path: Path) -> N
     make = partial(nn.Sequential, nn.Flatten())
 
     def net() -> nn.Module:
-        return make(nn.Linear(5, 1))
+        return make(nn.Linear(5, WIDE), nn.Linear(WIDE, 1))
 
     finished(tmp_path / "first", net, loss=loss)
     told = finished(tmp_path / "second", net, loss=loss, start=tmp_path / "first", dataset="another set")
@@ -361,11 +360,11 @@ class Tabled(nn.Module):
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
-        self.layer = nn.Linear(5, 1)
+        self.layer = nn.Linear(5, WIDE)
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return ((self.layer(inputs["x"]) + self.table.sum()).squeeze(1) - inputs["y"]).square()
+        return (self.layer(inputs["x"]).mean(1) + self.table.sum() - inputs["y"]).square()
 
 
 def test_a_table_that_comes_with_a_later_start_is_foreign(tmp_path: Path) -> None:
