@@ -23,7 +23,7 @@ RUN := runs/$(notdir $(DEMO))
 # What the model of the demo writes below pictures that it has not seen.
 CAPTIONS := $(RUN)/captions
 
-.PHONY: setup demo test test-core test-rest test-full test-at-once test-slow test-oldest test-times fuzz mutate lint
+.PHONY: setup demo test test-core test-rest test-full test-slow test-oldest test-times fuzz mutate lint
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt constraints-cu12.txt
@@ -48,36 +48,26 @@ build/types-checked: $(READY) $(shell find -L murmuration \( -name '*.py' -o -ty
 	@NODE_OPTIONS=--max-semi-space-size=64 $(BIN)/basedpyright --level error
 	@mkdir -p $(@D) && touch $@
 
-# What starts no launcher shares the cores; then come runs of several processes, fewer at once since their ranks share
-# them too. Each process has one thread: more would wait for each other. Tests start Python many times: its compiled
-# files are kept even where the environment forbids it. A failure among the first does not keep the others from telling
-# theirs.
+# Each process has one thread: more would wait for each other. Tests start Python many times: its compiled files are kept
+# even where the environment forbids it. One call for all folders, since each call imports everything in every process
+# and ends with one core at its last file; runs of several ranks, which wait for each other, leave their core to others.
 BY_FILE := loadfile --no-loadscope-reorder
-AT_ONCE := -n auto --maxprocesses 4 --dist $(BY_FILE)
 define run_tests
-	@code=0; export PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH"; \
-	    $(BIN)/python -m pytest -m $(1) -q \
-	        -n auto --maxprocesses 8 --dist $(2) --ignore tests/end_to_end || code=$$?; \
-	    $(BIN)/python -m pytest -m $(1) -q $(3) tests/end_to_end || code=$$?; exit $$code
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m $(1) -q \
+	    -n auto --maxprocesses 8 --dist $(2)
 endef
 
 # What the privacy claim rests on, in minutes: tests/conftest.py names it.
 test: lint test-core
 
 test-core: $(READY)
-	$(call run_tests,"core and not slow",worksteal,)
+	$(call run_tests,"core and not slow",worksteal)
 
 # Everything but the slow tests: the core, then the rest.
 test-full: test test-rest
 
 test-rest: $(READY)
-	$(call run_tests,"not core and not slow",$(BY_FILE),$(AT_ONCE))
-
-# The tests of test-full by one call instead of four, each of which would import everything in every process and end with
-# one core at its last file. Runs of several processes wait for each other: what waits leaves its core to another test.
-test-at-once: $(READY)
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m "not slow" -q \
-	    -n auto --maxprocesses 8 --dist $(BY_FILE)
+	$(call run_tests,"not core and not slow",$(BY_FILE))
 
 # Which kernels PyTorch, oneDNN, MKL, OpenBLAS and NumPy take depends on the processor, and they add and round in other
 # orders. With the oldest of each, which every x86-64 has, a test that holds on one processor alone shows itself; with the
@@ -105,8 +95,9 @@ WRITE ?=
 test-times: $(READY)
 	@$(BIN)/python -m tests.times $(WRITE)
 
+# One after the other: they take memory and all cores.
 test-slow: $(READY)
-	$(call run_tests,"slow",$(BY_FILE),)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q
 
 # A finding is written to tests/fuzz/corpus, which make test-full runs again.
 fuzz: $(READY)

@@ -26,7 +26,7 @@ TABLE = Times(2.0, GROUPS, {"train/test_a.py::one": 5.0})
 
 def test_a_fast_machine_runs_everything_and_a_slow_one_what_fits() -> None:
     fast = ci.planned(TABLE, 2.0, 2, 7, 50)
-    assert fast.shares == 1 and fast.steps() == [(["test-at-once"], ["lint", "test-oldest"])]
+    assert fast.shares == 1 and fast.steps() == [(["test"], ["build/oldest/.ready"]), (["test-rest"], ["test-oldest"])]
     assert "everything runs" in fast.text() and "slow tests" in fast.left_out()
     for own_unit, cores in ((8.0, 2), (3.0, 1), (5.0, 1)):
         slow = ci.planned(TABLE, own_unit, cores, 7, 50)
@@ -79,19 +79,21 @@ def test_closing_lines_are_added_up() -> None:
     assert ci.counted([]) == "no test"
 
 
+Made = Callable[[float, str], tuple[list[str], list[str]]]
+
+
 @pytest.fixture
-def made(
-    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
-) -> Callable[[float], tuple[list[str], list[str]]]:
-    """Runs it on a machine of that speed with one core, where make is a script that fails for lint and test-rest: what
-    was told, and what make was called with."""
+def made(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> Made:
+    """Runs it on a machine of that speed with one core, where make is a script that fails for one target: what was
+    told, and what make was called with. On a fast machine, test-rest waits for test-oldest."""
     make = tmp_path / "make"
     make.write_text(
-        '#!/bin/sh\necho "$TEST_SHARE $PYTEST_XDIST_AUTO_NUM_WORKERS $*" >> "$0.called"\ncase "$2" in\n'
-        'test-rest) echo "= 1 failed, 2 passed in 2.00s ="; exit 2 ;;\n'
-        'lint) echo "1 passed in 1.00s"; exit 2 ;;\n'
-        'test-at-once) until grep -q lint "$0.called"; do :; done ;;\n'
+        '#!/bin/sh\necho "$TEST_SHARE $PYTEST_XDIST_AUTO_NUM_WORKERS $*" >> "$0.called"\n'
+        'case "$2 $PYTEST_XDIST_AUTO_NUM_WORKERS" in\n'
+        '"test-rest 2") until grep -q oldest$ "$0.called"; do :; done ;;\n'
+        "*ready*) exit ;;\n"
         "esac\n"
+        '[ "$2" = "$FAILS" ] && { echo "= 1 failed, 2 passed in 2.00s ="; exit 2; }\n'
         'echo "5 passed in 1.00s"\n'
     )
     make.chmod(0o755)
@@ -100,8 +102,9 @@ def made(
     monkeypatch.setattr(Times, "read", classmethod(lambda cls: TABLE))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
 
-    def run(own_unit: float) -> tuple[list[str], list[str]]:
+    def run(own_unit: float, fails: str) -> tuple[list[str], list[str]]:
         monkeypatch.setattr(ci, "unit", lambda: own_unit)
+        monkeypatch.setenv("FAILS", fails)
         assert ci.main() == 1
         told = capfdbinary.readouterr().out.decode().splitlines()
         return told, (tmp_path / "make.called").read_text().splitlines()
@@ -109,10 +112,8 @@ def made(
     return run
 
 
-def test_a_failure_is_the_exit_code_and_all_the_rest_runs_as_well(
-    made: Callable[[float], tuple[list[str], list[str]]],
-) -> None:
-    (first, *_, last), calls = made(10.0)
+def test_a_failure_is_the_exit_code_and_all_the_rest_runs_as_well(made: Made) -> None:
+    (first, *_, last), calls = made(10.0, "test-rest")
     assert first.startswith("speed: 10.00 s") and "1 core, 5.00 times" in first
     assert last.startswith(
         "failed in make test-rest: 12 passed, 1 failed. Ran: make test test-rest test-oldest. Not run:"
@@ -122,31 +123,26 @@ def test_a_failure_is_the_exit_code_and_all_the_rest_runs_as_well(
     assert len(calls) == 3, "a failure hides none of what comes after it"
 
 
-def test_lint_and_the_oldest_packages_run_beside_everything_else_and_their_failure_counts(
-    made: Callable[[float], tuple[list[str], list[str]]],
-) -> None:
-    """Make of the one waits for make of the other."""
-    told, calls = made(1.0)
-    assert sorted(calls) == [" 1 --keep-going lint test-oldest", " 2 --keep-going test-at-once"]
-    assert told[1:3] == ["5 passed in 1.00s", "1 passed in 1.00s"], "told one after the other"
-    assert told[-1].startswith(
-        "failed in make lint test-oldest: 6 passed. Ran: make test-at-once lint test-oldest. Not"
-    )
+@pytest.mark.parametrize("fails", ["test-rest", "test-oldest"])
+def test_the_oldest_packages_run_beside_the_rest_and_their_failure_counts(made: Made, fails: str) -> None:
+    told, calls = made(1.0, fails)
+    assert sorted(calls[:2]) == [" 1 --keep-going build/oldest/.ready", " 2 --keep-going test"]
+    assert sorted(calls[2:]) == [" 1 --keep-going test-oldest", " 2 --keep-going test-rest"]
+    lines = ["5 passed in 1.00s", "= 1 failed, 2 passed in 2.00s ="]
+    assert told[2:4] == (lines if fails == "test-oldest" else lines[::-1]), "told one after the other"
+    assert told[-1].startswith(f"failed in make {fails}: 12 passed, 1 failed. Ran: make test test-rest test-oldest.")
 
 
-def test_what_ci_runs_at_once_is_what_make_test_full_runs() -> None:
+def test_what_ci_runs_is_all_that_is_not_slow() -> None:
     def commands(target: str) -> str:
         made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
         return made.stdout.replace("\\\n", " ")
 
-    of_core, of_rest, at_once = map(commands, ("test", "test-rest", "test-at-once"))
     for gate in ("ruff check", "ruff format --check", "lint-imports"):
-        assert gate in of_core, "make test has the lint gates"
-    for told, marked in ((of_core, "core and not slow"), (of_rest, "not core and not slow"), (at_once, "not slow")):
-        assert set(re.findall(r'-m "(.*?)"', told)) == {marked}, told
-        assert ("--ignore tests/end_to_end" in told) == bool(re.search(r" tests/end_to_end \|\|", told)), (
-            "both, or whole"
-        )
+        assert gate in commands("test"), "make test has the lint gates"
+    for target, marked in (("test", "core and not slow"), ("test-rest", "not core and not slow")):
+        assert re.findall(r'-m "(.*?)"', commands(target)) == [marked]
+        assert "--ignore" not in commands(target)
 
 
 def test_tests_that_take_twice_as_long_are_named_whatever_the_machine() -> None:

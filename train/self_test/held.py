@@ -41,11 +41,10 @@ class Held:
     trained: frozenset[str]
 
     @staticmethod
-    def by(model: nn.Module) -> Held:
-        parameters = {f"the parameter {name}": p for name, p in model.named_parameters()}
-        # FSDP2 takes back the memory of weights that a pass has gathered: of these the engine's own shards are checked.
-        parts = {name: _part(p) for name, p in parameters.items()}
-        found = {name: part for name, part in parts.items() if part.untyped_storage().size() or not part.numel()}
+    def by(model: nn.Module, weights: bool = True) -> Held:
+        """Without `weights` at any time: between passes FSDP2 takes back the memory of those that it has gathered."""
+        parameters = {f"the parameter {name}": p for name, p in model.named_parameters()} if weights else {}
+        found = {name: _part(p) for name, p in parameters.items()}
         found |= {f"the buffer {name}": buffer for name, buffer in model.named_buffers()}
         trained = frozenset(name for name, p in parameters.items() if p.requires_grad)
         odd = {name: "a record's" for name, tensor in found.items() if is_of_records(tensor)}
