@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from murmuration.accounting.ledger.history import History
 from murmuration.data.synthetic.index import shape_samples
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment, opened_steps
@@ -90,7 +91,8 @@ def test_a_captioner_measures_zero_shot_on_class_folders_and_ends_well(launch: M
     best = max(curves["top_1"], key=lambda step: (curves["top_1"][step], step))
     kept = {entry["folder"] for entry in entries(run_dir)}
     assert f"phase01-step{best:08d}" in kept
-    assert "checkpoints are kept by their top_1" in output
+    history, _ = History.read(run_dir / "ledger.jsonl")
+    assert "checkpoints are kept by their top_1" in (history.why_budget_is_claimed() or "")
 
 
 def entries(run_dir: Path) -> list[dict[str, Any]]:

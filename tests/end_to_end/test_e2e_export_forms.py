@@ -214,7 +214,7 @@ def test_each_export_says_what_is_promised_and_holds_no_key(root: Path) -> None:
             page = (out / "README.md").read_text()
             assert claim in page and "license: unknown" in page and "loss on public held-out records" in page
             assert ("top-1" in page) == (kind == "classify")
-            assert "in the run's own view: the middle square" in page and "shorter side resized to" in page
+            assert "own view is the middle square" in page and "shorter side resized to" in page
             assert (out / "certificate.md").is_file() and verify(out).claimed is not None
             assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644}
             assert stat.S_IMODE(out.stat().st_mode) == 0o755

@@ -226,7 +226,7 @@ def test_a_size_changes_what_it_names_and_a_dry_run_says_what_would_be_spent(
 ) -> None:
     assert main([str(folder / "study.json"), "--dry-run", "--set", "size=one"]) == 0
     told = capsys.readouterr().out
-    assert "Toy <study>: 3 runs (1 of each)" in told and "at most ε = 18, by adding" in told
+    assert "Toy <study>: 3 runs (1 of each)" in told and "at most ε = 18, at the sum of their δ" in told
     runs = runs_of(load_study(folder / "study.json", ["size=one"]), folder / "out")
     assert [run.name for run in runs] == ["all-2-1", "lost-8-1", "all-8-1"]
     assert {config.phases[0].steps for config in require_sound(runs)} == {2}
