@@ -135,9 +135,8 @@ def main() -> int:
     times = Path(os.environ.get("TEST_TIMES", ROOT / "build" / "times.jsonl"))
     times.parent.mkdir(exist_ok=True)
     times.write_text("")
-    # For the cores that may be used, since pytest-xdist counts those of the machine; one more where it is fast, since
-    # ranks wait for each other and tests for a clock.
-    env = {**os.environ, "TEST_TIMES": str(times), WORKERS: str(min(cores + (plan.shares == 1), 8))}
+    # For the cores that may be used, since pytest-xdist counts those of the machine.
+    env = {**os.environ, "TEST_TIMES": str(times), WORKERS: str(min(cores, 8))}
     ran: list[str] = []
     failed: list[str] = []
     closing: list[str] = []
