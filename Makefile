@@ -95,7 +95,7 @@ WRITE ?=
 test-times: $(READY)
 	@$(BIN)/python -m tests.times $(WRITE)
 
-# One after the other: they take memory and all cores.
+# One after the other: several start three ranks, build a container or measure memory.
 test-slow: $(READY)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m pytest -m slow -q
 

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from murmuration.evaluation.study.outcome import sums_in_words
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from murmuration.evaluation.study.outcome import sums_in_words  # noqa: E402
+
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
 LEADERBOARD = ROOT / "benchmarks" / "results" / "leaderboard.json"
 HEAD = """# Results on real images

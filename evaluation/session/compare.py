@@ -43,9 +43,8 @@ class Line:
             return "no certificate"
         if self.epsilon is None:
             return "NOT PRIVATE"
-        claim = f"ε = {show_epsilon(self.epsilon)}" + (
-            "" if self.delta is None else f" at δ = {show_delta(self.delta)}"
-        )
+        at = "" if self.delta is None else f" at δ = {show_delta(self.delta)}"
+        claim = f"ε = {show_epsilon(self.epsilon)}{at}"
         return f"{claim}, REFUTED" if self.refuted else claim
 
 

@@ -439,7 +439,8 @@ def max_pool2d(
     if return_indices or input.device.type != "cpu" or input.dim() != 4 or not _alone_of_records(input):
         settings = {"padding": padding, "dilation": dilation, "ceil_mode": ceil_mode, "return_indices": return_indices}
         return tracker.otherwise(F.max_pool2d, (input, kernel_size, stride), settings)
-    sides = (_each(side, 2) for side in (kernel_size, stride or kernel_size, padding, dilation))
+    stride = kernel_size if stride is None or stride in ([], ()) else stride
+    sides = (_each(side, 2) for side in (kernel_size, stride, padding, dilation))
     return tracker.on_records(lambda x: MaxPool2d.apply(x, *sides, ceil_mode), input)
 
 

@@ -168,13 +168,9 @@ def as_text(found: Meaning) -> str:
 
 def _together(plans: list[PrivacyPlan]) -> str:
     """What a record is promised by the run, as its certificate will say."""
-    spent, budget = (
-        epsilon([plan.event() for plan in plans], plans[0].delta),
-        sum(plan.epsilon_budget for plan in plans),
-    )
-    return (
-        f"all private phases together: epsilon {round_up(spent)} of {budget:g}, delta {show_delta(plans[0].delta, 6)}"
-    )
+    delta, budget = plans[0].delta, sum(plan.epsilon_budget for plan in plans)
+    spent = epsilon([plan.event() for plan in plans], delta)
+    return f"all private phases together: epsilon {round_up(spent)} of {budget:g}, delta {show_delta(delta, 6)}"
 
 
 def _at_hand(path: Path) -> str:

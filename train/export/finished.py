@@ -95,7 +95,7 @@ def write_json(path: Path, told: Mapping[str, Any]) -> None:
 def write_weights(entries: WeightEntries, finished: Finished, path: Path, metadata: dict[str, str]) -> None:
     # Copies: safetensors takes no two names of one memory. In fp32, as the certificate lists every tensor: BatchNorm
     # counts batches in integers, of which the same number would be other bytes.
-    tensors = {name: entry.tensor.float().clone().contiguous() for name, entry in entries.items()}
+    tensors = {name: entry.tensor.to(torch.float32, copy=True).contiguous() for name, entry in entries.items()}
     save_file(tensors, path, metadata)
     write_json(path.parent / RENAMED, {path.name: _renamed(entries, finished)})
 
