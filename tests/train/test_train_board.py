@@ -373,16 +373,22 @@ def test_the_name_of_an_axis_is_drawn_as_it_stands(loaded: Callable[..., Config]
     assert f">{html.escape(name, quote=False)}</text>" in drawn
 
 
-def test_what_all_phases_spent_stands_beside_the_budget_of_all_of_them(loaded: Callable[..., Config]) -> None:
-    both = loaded()
-    both = both.model_copy(update={"phases": [both.phases[1], both.phases[0], both.phases[1]]})
-    assert [both.budget_up_to(number) for number in range(3)] == [8.0, 8.0, 16.0]
-    points = {"epsilon": {1: 8.5, 2: 12.0}}
-    heights = {
-        budget: re.findall(r"<text [^>]*>(\d+(?:\.\d+)?)</text>", figure(both.phases[2], points, budget))
-        for budget in (8.0, 16.0)
-    }
-    assert "15" in heights[16.0] and "15" not in heights[8.0]
+def test_what_all_phases_spent_stands_beside_the_budget_of_all_of_them(
+    tmp_path: Path, loaded: Callable[..., Config]
+) -> None:
+    warm, private = loaded().phases
+    again = private.model_copy(update={"name": "again"})
+    run_dir = RunDir(tmp_path)
+    run_dir.public_log.parent.mkdir()
+    run_dir.public_log.write_text(
+        "".join(json.dumps({"phase": name, "step": 1, "epsilon": 7.0}) + "\n" for name in ("private", "again"))
+    )
+    journal = whole_run(tmp_path)
+    document = compose(journal.history, journal.ledger.entries, {})
+    write_report(run_dir, loaded().model_copy(update={"phases": [private, warm, again]}), document, [])
+    drawn = [each for each in re.findall(r"<svg.*?</svg>", run_dir.report.read_text(), re.DOTALL) if ">budget<" in each]
+    heights = [max(map(float, re.findall(r"<text [^>]*>(\d+(?:\.\d+)?)</text>", each))) for each in drawn]
+    assert heights == [8.0, 15.0], "of 8, and of 16"
 
 
 def test_an_axis_needs_labels(loaded: Callable[..., Config]) -> None:

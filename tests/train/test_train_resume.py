@@ -15,10 +15,11 @@ from murmuration.accounting.ledger.chain import Ledger, LedgerError
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
+from murmuration.train.run.run import _require_same_run
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, Position, pointer_text
 from murmuration.train.storage.open_run import OpenRun
 from murmuration.train.storage.run_dir import RunDir
-from tests.support.acc_world import SIGNER, train
+from tests.support.acc_world import CONFIG, SIGNER, train, whole_run
 from tests.support.step_world import journal_at, step_of
 from tests.support.train_helpers import alone, plan_for
 
@@ -208,3 +209,14 @@ def test_a_damaged_pointer_before_the_first_checkpoint_is_dropped(tmp_path: Path
     run.folder.mkdir()
     (run.folder / "latest").write_text("{")
     assert run.resume() == (None, None) and run.names() == []
+
+
+@pytest.mark.parametrize(("number", "digest"), [(0, CONFIG), (0, "a changed config"), (1, CONFIG)])
+def test_a_finished_run_is_certified_from_its_own_config_alone(tmp_path: Path, number: int, digest: str) -> None:
+    config = SimpleNamespace(digest=lambda phase, contents: digest)
+    run = SimpleNamespace(writer=whole_run(tmp_path), config=config, contents=lambda phase: {})
+    phases: list = [SimpleNamespace(number=number, name="private")]
+    if (number, digest) == (0, CONFIG):
+        return _require_same_run(run, phases)  # pyright: ignore
+    with pytest.raises(LedgerError, match="'private' was none of it, or was trained with another config or data"):
+        _require_same_run(run, phases)  # pyright: ignore

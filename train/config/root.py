@@ -396,10 +396,6 @@ class Config(Section):
                 )
         return self
 
-    def budget_up_to(self, phase: int) -> float:
-        """What the private phases up to this one may spend together."""
-        return sum(each.privacy.epsilon for each in self.phases[: phase + 1] if each.privacy is not None)
-
     def digest(self, phase: int, contents: dict[str, str]) -> str:
         """Identity of everything that shapes what a phase releases; replay is allowed only while it is unchanged.
 

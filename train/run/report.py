@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import math
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,16 @@ NEXT = [
 
 def write_report(run_dir: RunDir, config: Config, certificate: dict[str, Any], samples: list[dict[str, str]]) -> None:
     curves = read_curves(run_dir)
+    # ε is what all phases so far have spent, and so is its budget.
+    budgets = accumulate(0.0 if phase.privacy is None else phase.privacy.epsilon for phase in config.phases)
     page = html_page(
         Path(__file__).parent / "report.html.jinja",
         run=certificate["run"],
         statement=printable(certificate["claim"]["statement"]),
         texts=[text for text in (config.about.source, config.about.expect) if text] + outcomes(config, curves),
         phases=[
-            {
-                "name": phase.name,
-                "kind": _kind(phase),
-                "figure": figure(phase, curves[phase.name], config.budget_up_to(number)),
-            }
-            for number, phase in enumerate(config.phases)
+            {"name": phase.name, "kind": _kind(phase), "figure": figure(phase, curves[phase.name], budget)}
+            for phase, budget in zip(config.phases, budgets, strict=True)
             if curves.get(phase.name)
         ],
         facts=facts(certificate),
@@ -214,7 +212,7 @@ def answers_of(phase: Phase, points: dict[str, dict[int, float]]) -> dict[str, t
 
 
 def figure(phase: Phase, points: dict[str, dict[int, float]], budget: float) -> str:
-    """The phase's panels side by side, as SVG. `budget`: of all phases so far, as ε is what they have spent."""
+    """The phase's panels side by side, as SVG. `budget`: of all phases so far."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -213,14 +213,13 @@ def _require_same_run(run: RunContext, phases: list[ReadyPhase]) -> None:
     history = run.writer.history
     for phase in phases:
         segments = history.segments_of(phase.number)
-        known = phase.number in history.plans or phase.number in history.nonprivate
-        if not known or (
-            segments and segments[-1].config_digest != run.config.digest(phase.number, run.contents(phase))
-        ):
-            how = "was trained with another config or data" if known else "is no phase of it"
+        same = phase.number in history.plans or phase.number in history.nonprivate
+        if same and segments:
+            same = segments[-1].config_digest == run.config.digest(phase.number, run.contents(phase))
+        if not same:
             raise LedgerError(
-                f"the run is finished, and {phase.name!r} {how}; give the config that it was trained with, or another "
-                "run.dir"
+                f"the run is finished, and phase {phase.name!r} was none of it, or was trained with another config or "
+                "data; give the config that it was trained with, or another run.dir"
             )
 
 
