@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.keys import KEY_BYTES, RunKey, load
 from murmuration.accounting.ledger.history import History
@@ -126,13 +125,6 @@ def test_any_noise_goes_with_it(tmp_path: Path, kind: NoiseKind) -> None:
     run(tmp_path, 2, computation=Computation(noise=kind))
     history, _ = History.read(tmp_path / "ledger.jsonl")
     assert [event.slots for event in history.charged()] == [SLOTS]
-
-
-def test_what_does_not_go_with_it_is_refused(tmp_path: Path) -> None:
-    wrong: list[dict[str, Any]] = [{"bands": 3}, {"keep_key": True}]
-    for each in wrong:
-        with pytest.raises(PlanError, match=r"random allocation .* do not go together"):
-            training(tmp_path, **SETTINGS, **each)
 
 
 def allocated(steps: int = 20, privacy: dict[str, Any] | None = None, **more: Any) -> Phase:

@@ -27,7 +27,7 @@ from tests.support import brute_force, zoo
 from tests.support.brute_force import relative_error
 from tests.support.own_module import settings_of
 from tests.support.parity_cases import CASES, two_micro_batches
-from tests.support.parity_engines import factor_of, median_norm, rule_of
+from tests.support.parity_engines import judged, rule_of, with_adapters_that_do_something
 from tests.support.planner_world import peak_of
 
 LLAMA = {
@@ -54,10 +54,7 @@ def named(kind: str, folder: Path, trainable: Any) -> tuple[nn.Module, dict[str,
     settings = ModelSettings.model_validate({"family": "hf", "name": str(folder), **given})
     model = build(settings, objective)
     select(model, trainable, rank=2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_up"):
-                parameter.normal_(std=0.1)
+    with_adapters_that_do_something(model)
     return model, dict(synthetic_batch(settings.resolved(), objective, 10, 0).inputs)
 
 
@@ -87,8 +84,7 @@ def test_sums_are_those_of_a_loop_and_keep_their_bits(name: str, tmp_path: Path)
     model, inputs = MODELS[name](tmp_path)
     present = torch.tensor([True] * 9 + [False])
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, present)
-    expected = brute_force.clipped_sum(records, brute_force.factors_of(records, present, factor_of("flat", bound)))
+    bound, _, expected = judged(records, present)
     totals, calls, seen = {}, {}, calls_of(model)
     for checkpointed in (False, True):
         clip = BookKeepingClip(rule_of("flat", bound), checkpointed=checkpointed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from murmuration.train.step import PrivateStep
 from tests.support.drops_world import measured, ready
 from tests.support.self_test_world import tried
 from tests.support.step_world import METRIC_KEY, journal_at, read, step_of, weights
-from tests.support.train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
+from tests.support.train_helpers import alone, plan_for, private_engine
 from tests.support.whole_history import steps_of
 
 RULE = AdaptiveRule(quantile=0.5, learning_rate=1.0, lowest=1e-3, highest=1e3)
@@ -98,63 +97,6 @@ def test_the_sum_is_clipped_and_noised_at_the_norm_of_its_own_step(tmp_path: Pat
     drawn = [torch.from_numpy(noise.draw(2, i, 0, p.numel())) for i, p in enumerate(reference.parameters.values())]
     expected = (sums + torch.cat(drawn)) / plan.divisor
     assert torch.allclose(seen[0], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_that_was_stopped_goes_on_bit_by_bit_from_ledger_and_weights(tmp_path: Path, world: int) -> None:
-    plan = adaptive_plan(steps=5)
-
-    def run(folder: str, cuts: list[int]) -> tuple[torch.Tensor, str]:
-        """To the end, all parts built anew after each of `cuts`."""
-        (tmp_path / folder).mkdir()
-
-        def act(ranks: Any) -> torch.Tensor:
-            journal = journal_at(tmp_path / folder, plan) if ranks.main else None
-            kept: dict[str, torch.Tensor] | None = None
-            done = 0
-            flat = torch.zeros(0)
-            for cut in [*cuts, 5]:
-                first = ranks.on_main(partial(journal.clip_norm_after, 0, done, f"at {done}") if journal else nothing)
-                step, engine = step_of(ranks, journal, plan, first_norm=first)
-                if kept is not None:
-                    restore(engine, kept, done)
-                for number in range(done + 1, cut + 1):
-                    step.run(number, 1e-2)
-                done, kept, flat = cut, state(engine), weights(engine)
-                if journal is not None:
-                    journal.checkpointed(0, done, f"at {done}")
-                    journal.ledger.close()
-                    journal = journal_at(tmp_path / folder, plan, begin=False)
-            return flat
-
-        found = on_ranks(world, act)[0]
-        lines = (tmp_path / folder / "ledger.jsonl").read_text().splitlines()
-        return found, "".join(line.split('"hash"')[0] for line in lines if '"kind":"open"' in line)
-
-    whole, opened = run("whole", [])
-    stopped, again = run("stopped", [2, 3])
-    assert torch.equal(whole, stopped) and opened == again
-
-
-def nothing() -> float:
-    raise AssertionError("only the main rank reads the ledger")
-
-
-def state(engine: LocalEngine) -> dict[str, torch.Tensor]:
-    found = {f"{i}{kind}": t.clone() for i, s in enumerate(engine.shards()) for kind, t in s.state.items()}
-    found |= {f"weights {name}": p.detach().clone() for name, p in engine.parameters.items()}
-    return found | {f"flat {i}": flat.detach().clone() for i, flat in enumerate(engine.flats)}
-
-
-def restore(engine: LocalEngine, kept: dict[str, torch.Tensor], done: int) -> None:
-    engine.set_optimizer_step(done)
-    with torch.no_grad():
-        for name, p in engine.parameters.items():
-            p.copy_(kept[f"weights {name}"])
-        for i, (flat, shard) in enumerate(zip(engine.flats, engine.shards(), strict=True)):
-            flat.copy_(kept[f"flat {i}"])
-            for kind, tensor in shard.state.items():
-                tensor.copy_(kept[f"{i}{kind}"])
 
 
 def test_the_norm_follows_the_share_that_stands_in_the_ledger(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import murmuration
-from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
@@ -249,6 +247,3 @@ def test_the_form_of_a_public_example_suffices_for_the_self_test(tmp_path: Path)
     with murmuration.PrivateTraining(zoo.Text(), read, asked, example=example, **more) as training:
         assert training.prove().largest_hostile <= 1
         training.step(1, 0.1)
-    for given in ({}, {"example": example, "synthetic": lambda size, seed: example}):
-        with pytest.raises(PlanError, match="either synthetic= or example="):
-            murmuration.PrivateTraining(zoo.Text(), read, replace(asked, run_dir=tmp_path / "no"), **more, **given)

@@ -12,7 +12,6 @@ import torch
 
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon.accountant import epsilon
-from murmuration.accounting.errors import PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.key_chain import KeyChain, forgettable
 from murmuration.accounting.keys import KeyFileError, Link, load
@@ -26,7 +25,7 @@ from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.recipe.ready_phase import RecipeError, planned_epsilon
 from tests.support.config_base import plan_of, private_phase
-from tests.support.own_module import RATE, training
+from tests.support.own_module import RATE, run, training
 from tests.support.whole_history import steps_of
 
 CPU = torch.device("cpu")
@@ -149,16 +148,6 @@ def test_a_chain_that_forgets_keeps_the_keys_of_the_block_that_goes_on() -> None
 LONG: dict[str, Any] = {"bands": 3, "steps": 10, "epsilon": 20, "expected_batch": 8}
 
 
-def run(folder: Path, count: int, **settings: Any) -> dict[str, torch.Tensor]:
-    """So many steps more, saved; the weights."""
-    with training(folder, **settings) as found:
-        found.prove()
-        for step in list(found.steps())[:count]:
-            found.step(step, RATE)
-        found.save()
-        return {name: tensor.clone() for name, tensor in found.weights().items()}
-
-
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
@@ -210,11 +199,6 @@ def test_a_new_segment_begins_in_the_middle_of_a_block_with_draws_of_its_own(tmp
     assert matrix is not None and added[1, 5] is not None and added[0, 5] is not None
     assert added[1, 5].added == std * matrix.spread(5, 5) != added[0, 5].added == std * matrix.spread(5)
     assert [event.count for event in history.charged()] == [4], "step 5's part had turns at 2, 5, 5 and 8"
-
-
-def test_exact_noise_and_bands_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="whole numbers"):
-        training(tmp_path, **LONG, computation=Computation(noise="exact"))
 
 
 def test_a_config_becomes_a_plan_for_its_turns_and_keeps_the_matrix_of_the_ledger() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
-import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from murmuration import AdaptiveClip, Clip, Units
 from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.event import Event
@@ -24,7 +24,6 @@ from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.noise import NoiseKind
-from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.data.decode.decode import BadRecord
 from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
@@ -96,17 +95,62 @@ def drawn(key: bytes, step: int, records: int, threshold: int) -> np.ndarray:
     return np.flatnonzero(lanes.astype(np.uint64) < threshold)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("SGD", marks=pytest.mark.rest), "AdamW"])
-def test_a_run_that_was_closed_continues_as_if_it_had_not_been(tmp_path: Path, kind: str) -> None:
-    """With the optimizer's moments, where it has any."""
-    params = OptimizerParams(momentum=0.9) if kind == "SGD" else OptimizerParams()
-    settings = {"optimizer": Optimizer.model_validate({"type": kind, "params": params})}
+PEOPLE = [f"p{number * 7 % 20}" for number in range(RECORDS)]
+OTHERS = [PEOPLE[1], PEOPLE[0], *PEOPLE[2:]]
+BY_PERSON: dict[str, Any] = {"units": Units("person", PEOPLE, rows=2), "expected_batch": 8}
+MOMENTUM = Optimizer.model_validate({"type": "SGD", "params": OptimizerParams(momentum=0.9)})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": Optimizer.model_validate({"type": "AdamW", "params": OptimizerParams()})},
+        pytest.param({"optimizer": MOMENTUM}, marks=pytest.mark.rest),
+        pytest.param(BY_PERSON, marks=pytest.mark.rest),
+        pytest.param({"computation": Computation(noise="exact")}, marks=pytest.mark.rest),
+        pytest.param({"clip": Clip(adaptive=AdaptiveClip())}, marks=pytest.mark.rest),
+    ],
+    ids=["moments", "momentum", "units", "exact noise", "norms that adapt"],
+)
+def test_a_run_that_was_closed_continues_as_if_it_had_not_been(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """With the optimizer's moments and the norm of the next step."""
     whole = run(tmp_path / "whole", 6, **settings)
-    run(tmp_path / "parts", 2, **settings)
-    run(tmp_path / "parts", 3, **settings)
-    parts = run(tmp_path / "parts", 6, **settings)
+    for steps in (2, 3, 6):
+        parts = run(tmp_path / "parts", steps, **settings)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert len(History.read(tmp_path / "parts" / "ledger.jsonl")[0].segments_of(0)) == 1
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose first step is made; and one of people."""
+    folder = tmp_path_factory.mktemp("begun")
+    run(folder / "records", 1)
+    run(folder / "people", 1, **BY_PERSON)
+    return folder
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("records", {"dataset": "another"}, "records of phase 'training' changed"),
+        ("records", {"steps": 9}, r"steps \(6, now 9\) changed"),
+        ("records", {"micro_batch": 16}, "configured differently"),
+        ("records", {"views": 3}, "plan .* is frozen"),
+        ("records", {"optimizer": MOMENTUM}, "configured differently"),
+        ("records", {"optimizer": partial(torch.optim.SGD, lr=RATE)}, "configured differently"),
+        # Both are Gaussian and of one σ, but the same key would draw other numbers for a step that is made again.
+        ("records", {"computation": Computation(noise="chacha20")}, "was configured differently when it began"),
+        ("records", {"computation": Computation(noise="exact")}, r"plan .* is frozen in the ledger, but .*noise"),
+        ("people", BY_PERSON | {"units": Units("person", OTHERS, rows=2)}, "units changed"),
+    ],
+)  # fmt: skip
+def test_other_records_plans_and_computations_are_not_continued(
+    begun: Path, name: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(LedgerError, match=said):
+        training(begun / name, **changes)
 
 
 def test_steps_that_a_crash_lost_are_not_made_again_under_their_keys_and_stay_charged(tmp_path: Path) -> None:
@@ -131,19 +175,6 @@ def test_steps_that_a_crash_lost_are_not_made_again_under_their_keys_and_stay_ch
     assert (verdict.opened, verdict.committed, found.done) == (6, 6, 4) and verdict.epsilon <= 20
 
 
-def test_a_loop_that_was_left_early_keeps_its_steps(tmp_path: Path) -> None:
-    with training(tmp_path) as found:
-        for step in found:
-            if step == 2:
-                break
-    with training(tmp_path) as found:
-        assert found.done == 2
-        for _ in found:
-            pass
-        verdict = found.finish()
-    assert verdict.opened == verdict.committed == found.plan.steps
-
-
 @pytest.mark.rest
 def test_a_finished_run_says_the_same_again_and_trains_no_more(tmp_path: Path) -> None:
     with training(tmp_path, about_data="points on a line", about_owner="a clinic") as found:
@@ -163,30 +194,58 @@ def test_a_finished_run_says_the_same_again_and_trains_no_more(tmp_path: Path) -
                 refused()
 
 
-def test_bad_records_contribute_nothing_and_keep_n(tmp_path: Path) -> None:
-    """As if their gradient were zero: the same run on records of which these cannot be told from their prediction."""
-    bad = {3, 17, 40}
+class Silent(Regression):
+    """Multiplies the losses of some records by zero."""
 
-    def broken(numbers: np.ndarray) -> dict[str, Tensor]:
-        if bad & set(numbers.tolist()):
-            raise BadRecord("torn")
-        return read(numbers)
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return super().forward(inputs) * inputs["weight"]
 
-    class Silent(Regression):
-        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-            return super().forward(inputs) * inputs["weight"]
+
+BAD = 7
+
+
+@pytest.fixture(scope="module")
+def without_it(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """Weights after steps in which the record's gradient is zero."""
 
     def weighted(numbers: np.ndarray) -> dict[str, Tensor]:
-        return {**read(numbers), "weight": torch.tensor([float(n not in bad) for n in numbers.tolist()])}
+        return {**read(numbers), "weight": torch.tensor([float(n != BAD) for n in numbers.tolist()])}
 
     def with_weight(size: int, seed: int) -> dict[str, Tensor]:
         return {**synthetic(size, seed), "weight": torch.ones(size)}
 
-    found = run(tmp_path / "bad", 4, reader=broken)
-    silent = run(tmp_path / "silent", 4, model=Silent(), reader=weighted, synthetic=with_weight)
-    ledgers = [History.read(tmp_path / name / "ledger.jsonl")[0] for name in ("bad", "silent")]
-    assert ledgers[0].plans == ledgers[1].plans and ledgers[0].plans[0].records == RECORDS
-    assert all(torch.allclose(found[name], silent[name], rtol=1e-5, atol=1e-6) for name in found)
+    folder = tmp_path_factory.mktemp("silent")
+    return run(folder, 3, model=Silent(), reader=weighted, synthetic=with_weight, expected_batch=RECORDS)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        BadRecord("torn: anna"), OSError("cannot identify '/patients/anna.png'"),
+        pytest.param(KeyError("anna"), marks=pytest.mark.rest), pytest.param(None, marks=pytest.mark.rest),
+        {"x": X[BAD : BAD + 1, :4], "y": Y[BAD : BAD + 1]},
+    ],
+    ids=["bad", "unreadable", "an error", "nothing", "another shape"],
+)  # fmt: skip
+def test_a_record_that_cannot_be_read_ends_nothing_and_is_named_in_private_alone(
+    tmp_path: Path, found: Any, without_it: dict[str, Tensor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def failing(numbers: np.ndarray) -> Any:
+        if numbers[0] != BAD:
+            return read(numbers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    weights = run(tmp_path, 3, reader=failing, expected_batch=RECORDS)
+    assert all(torch.equal(weights[name], without_it[name]) for name in without_it), "it contributes exactly zero"
+    assert History.read(tmp_path / "ledger.jsonl")[0].plans[0].records == RECORDS
+    (line,) = (tmp_path / "logs" / "private" / "bad-records-rank0.jsonl").read_text().splitlines()
+    assert json.loads(line)["record"] == BAD and ("anna" in line) == isinstance(found, Exception)
+    assert "anna" not in "".join(capfd.readouterr())
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and "private" not in path.parts:
+            assert b"anna" not in path.read_bytes(), path
 
 
 def test_nothing_is_trained_before_the_self_test_and_out_of_order(tmp_path: Path) -> None:
@@ -220,18 +279,6 @@ def test_a_step_that_failed_is_never_made_again_with_its_noise(tmp_path: Path, m
     with training(tmp_path) as found:
         assert found.done == 1 and torch.equal(found.weights()["layers.0.weight"], before)
     assert len(History.read(tmp_path / "ledger.jsonl")[0].segments_of(0)) == 2
-
-
-def test_signals_do_again_what_they_did_once_the_training_is_closed(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with training(tmp_path) as found:
-        found.prove()
-        assert signal.getsignal(signal.SIGINT) != before
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(Stopped, match="SIGINT"):
-            found.step(1, RATE)
-        found.save()
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_step_that_was_stopped_in_its_middle_leaves_nothing_in_the_next_sum(tmp_path: Path) -> None:
@@ -391,20 +438,6 @@ def test_a_step_is_made_by_one_thread_and_once(tmp_path: Path) -> None:
             found.prove()
 
 
-def test_inputs_of_other_names_are_refused_and_of_another_shape_left_out(tmp_path: Path) -> None:
-    with pytest.raises(ReadFailsError, match=r"returns \['x'\], but the synthetic records have \['x', 'y'\]; give one"):
-        training(tmp_path / "names", reader=lambda n: {"x": X[n]})
-    cut = run(tmp_path / "cut", 2, reader=lambda n: {"x": X[n, :4] if n[0] == 3 else X[n], "y": Y[n]})
-
-    def torn(number: np.ndarray) -> dict[str, Tensor]:
-        if number[0] == 3:
-            raise BadRecord("torn")
-        return read(number)
-
-    bad = run(tmp_path / "bad", 2, reader=torn)
-    assert all(torch.equal(cut[name], bad[name]) for name in cut)
-
-
 def test_a_step_after_which_the_program_is_interrupted_is_never_made_again(tmp_path: Path) -> None:
     """Not even within a block, whose earlier keys the process still has: its noise would go over another sum."""
     with training(tmp_path, bands=3, order="as it is", steps=6) as found:
@@ -426,17 +459,6 @@ def test_a_step_after_which_the_program_is_interrupted_is_never_made_again(tmp_p
 
 
 @pytest.mark.rest
-def test_other_records_and_other_plans_are_not_continued(tmp_path: Path) -> None:
-    run(tmp_path, 1)
-    with pytest.raises(LedgerError, match="records of phase 'training' changed"):
-        training(tmp_path, dataset="another")
-    with pytest.raises(LedgerError, match=r"steps \(6, now 9\) changed"):
-        training(tmp_path, steps=9)
-    with pytest.raises(LedgerError, match="configured differently"):
-        training(tmp_path, micro_batch=16)
-
-
-@pytest.mark.rest
 def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_floating_point(tmp_path: Path) -> None:
     with training(tmp_path, computation=Computation(noise="exact")) as session:
         session.prove()
@@ -450,68 +472,3 @@ def test_a_run_with_exact_noise_pays_for_its_grid_and_is_certified_without_float
     assert "rounded to a grid" in told["mechanism"]
     assert not any("floating-point" in text for text in told["known_deviations"])
     assert any("may err by the allowance" in text for text in told["known_deviations"])
-
-
-@pytest.mark.rest
-def test_a_run_keeps_the_kind_of_noise_that_its_plan_was_made_for(tmp_path: Path) -> None:
-    run(tmp_path, 2, computation=Computation(noise="exact"))
-    with pytest.raises(LedgerError, match=r"plan .* is frozen in the ledger, but .*noise"):
-        run(tmp_path, 2)
-    whole = run(tmp_path / "other", 4, computation=Computation(noise="exact"))
-    parts = run(tmp_path, 2, computation=Computation(noise="exact"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-@pytest.mark.rest
-def test_a_segment_keeps_its_source_of_noise(tmp_path: Path) -> None:
-    """Both are Gaussian and of one σ, but the same key would draw other numbers for a step that is made again."""
-    run(tmp_path, 2)
-    with pytest.raises(LedgerError, match="was configured differently when it began"):
-        training(tmp_path, computation=Computation(noise="chacha20"))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError("cannot identify '/patients/anna.png'"),
-        *(pytest.param(e, marks=pytest.mark.rest) for e in (KeyError("anna"), None)),
-    ],
-)
-def test_a_record_that_cannot_be_read_ends_nothing_and_is_named_in_private_alone(
-    tmp_path: Path, error: Exception | None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def failing(numbers: np.ndarray) -> Any:
-        if numbers[0] != 7:
-            return read(numbers)
-        if error is None:
-            return None
-        raise error
-
-    def absent(numbers: np.ndarray) -> Any:
-        if numbers[0] == 7:
-            raise BadRecord("absent")
-        return read(numbers)
-
-    found = run(tmp_path / "failing", 3, reader=failing, expected_batch=RECORDS)
-    expected = run(tmp_path / "absent", 3, reader=absent, expected_batch=RECORDS)
-    assert all(torch.equal(found[name], expected[name]) for name in expected), "it contributes exactly zero"
-    listed = (tmp_path / "failing" / "logs" / "private" / "bad-records-rank0.jsonl").read_text()
-    (line,) = listed.splitlines()
-    assert json.loads(line)["record"] == 7 and (error is None or "anna" in line)
-    assert "anna" not in "".join(capfd.readouterr())
-    for path in (tmp_path / "failing").rglob("*"):
-        if path.is_file() and "private" not in path.parts:
-            assert b"anna" not in path.read_bytes(), path
-
-
-def test_a_read_that_fails_for_all_records_is_refused_before_anything_is_charged(tmp_path: Path) -> None:
-    def failing(_: np.ndarray) -> Any:
-        raise OSError("/patients")
-
-    with pytest.raises(ReadFailsError, match="failed for all of 8 records"):
-        training(tmp_path, reader=failing)
-    assert not (tmp_path / "ledger.jsonl").exists()
-    with training(tmp_path) as found:
-        found.prove()
-        assert found.epsilon() == 0
-        found.step(1, RATE)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from murmuration.accounting import key_chain
 from murmuration.accounting.keys import KeyFileError, Link, RunKey, StepPurpose, load, secrets_in, store
-from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
@@ -82,15 +81,6 @@ def test_the_draws_are_those_of_the_chain_whenever_the_run_is_saved(tmp_path: Pa
     assert link_of(tmp_path / "never").step == link_of(tmp_path / "always").step == 7
 
 
-def test_the_chacha20_noise_follows_the_chain_too(tmp_path: Path) -> None:
-    from murmuration.train.core import Computation
-
-    chacha = Computation(noise="chacha20")
-    whole = made(tmp_path / "never", (), until=4, computation=chacha)
-    assert same(whole, made(tmp_path / "often", (1, 3), until=4, computation=chacha))
-    assert not same(whole, made(tmp_path / "aes", (), until=4))
-
-
 def test_a_kill_between_a_checkpoint_and_the_forgetting_changes_no_draw_and_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,18 +136,6 @@ def test_a_new_segment_has_a_chain_of_its_own_that_begins_where_it_begins(tmp_pa
         assert old.state.hex() not in (tmp_path / "secret" / "run.key").read_text()
         found.prove()
         found.step(2, RATE)
-
-
-def test_a_key_file_of_another_time_is_refused(tmp_path: Path) -> None:
-    key = tmp_path / "secret" / "run.key"
-    with training(tmp_path):
-        pass
-    early = key.read_bytes()
-    made(tmp_path, (2,), until=2)
-    made(tmp_path, (4,), until=4, new_segment="by hand", clip_norm=1.0, micro_batch=4)
-    key.write_bytes(early)
-    with pytest.raises(LedgerError, match="older than the ledger, which has 4 later steps"):
-        made(tmp_path, (), micro_batch=4)
 
 
 def test_a_kept_key_signs_and_redraws_nothing(tmp_path: Path) -> None:

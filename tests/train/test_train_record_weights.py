@@ -7,15 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 
 from murmuration.data.batch.reader import WEIGHT
-from murmuration.data.draw.micro_batch import EMPTY, MicroBatch
 from murmuration.model.build import build
 from murmuration.model.inputs import RECORD_WEIGHT
-from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.data import ShardData
 from murmuration.train.config.phase import Mixing
@@ -27,7 +24,7 @@ from tests.support import brute_force
 from tests.support.config_base import put
 from tests.support.drops_world import ready
 from tests.support.parity_engines import contribution, only, prepared, summed
-from tests.support.train_helpers import SHAPE, alone, nano_inputs
+from tests.support.train_helpers import SHAPE, nano_inputs
 
 WEIGHTS = [1.0, 0.0, 0.03, 2.5, 1e6, 1e-6]
 
@@ -96,16 +93,3 @@ def test_single_images_have_none(loaded: Callable[..., Config], single_images: P
     change = [put("phases.0.data.path", str(single_images)), put("phases.0.batch", 2)]
     with pytest.raises(RecipeError, match=r"phases.0.data.weight is a number in a record's .json"):
         prepare(loaded(*change, put("phases.0.data.weight", "score")))
-
-
-class Weighted:
-    def read(self, row: np.ndarray, step: int) -> MicroBatch:
-        here = torch.from_numpy(row != EMPTY)
-        return MicroBatch({"images": torch.ones(len(row), 3, 4, 4), RECORD_WEIGHT: 0.5 * here}, here)
-
-
-def test_an_input_canary_has_the_weight_of_one_record() -> None:
-    own = {"images": torch.full((2, 3, 4, 4), 7.0)}
-    batches = CanaryBatches(Weighted(), alone(), 4, 10, np.array([True, False]), own)  # pyright: ignore
-    (batch,) = batches(np.array([8, 9, 10, 11]), 1)
-    assert batch.inputs[RECORD_WEIGHT].tolist() == [0.5, 0.5, 1.0, 0.0]

@@ -27,14 +27,14 @@ from murmuration.data.index.open import open_units
 from murmuration.data.index.shard_index import ShardIndex, Wanted, build
 from murmuration.data.index.unit_table import UnitTable
 from murmuration.train.audit.audit import Shown, Sightings, WatchedEngine, charged_claim
-from murmuration.train.audit.canaries import CanaryBatches, Coordinates, toss
+from murmuration.train.audit.canaries import Coordinates, toss
 from murmuration.train.audit.turns import SeenSegment
 from murmuration.train.clip.engine import ClipEngine, Clipped, Precision
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import GradientSums
 from murmuration.train.core import PrivateCore
 from murmuration.train.step import Records
-from tests.end_to_end.audit_toy import MICRO_BATCH, NoStop, ToyReader, toy_plan
+from tests.end_to_end.audit_toy import MICRO_BATCH, NoStop, toy_plan
 from tests.support.clip_world import size
 from tests.support.parity_engines import ENGINES, prepared, summed
 from tests.support.tars import numbered
@@ -189,33 +189,3 @@ def test_canary_patients_stay_below_the_claim_and_rows_clipped_one_by_one_do_not
     low, high = (each.bound(claim, 1 - 1e-6) for each in (honest, faulty))
     assert low.epsilon <= claim.epsilon < high.epsilon
     assert math.isfinite(high.epsilon)
-
-
-class UnitReader(ToyReader):
-    """Two rows a slot, as of units of two records."""
-
-    def __init__(self) -> None:
-        from murmuration.data.batch.slot_rows import SlotRows
-
-        self.slot_rows = SlotRows(_Nobody(), 2, "mean", key=b"u")
-
-    def read(self, row: np.ndarray, step: int) -> MicroBatch:
-        found = super().read(row, step)
-        images = found.inputs["images"].repeat_interleave(2, 0)
-        share = found.present.repeat_interleave(2).float() / 2
-        return MicroBatch({"images": images, ROW_SHARE: share}, found.present)
-
-
-class _Nobody:
-    def chosen(self, unit: int, step_key: bytes, step: int, at_most: int) -> np.ndarray:
-        raise AssertionError("no record is read")
-
-
-def test_an_input_canary_has_as_many_records_as_a_unit() -> None:
-    coins = np.array([True, False, True])
-    own = {"images": torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 4, 4) + 100, ROW_SHARE: torch.full((6,), 0.5)}
-    batches = CanaryBatches(UnitReader(), alone(), 4, 10, coins, own)  # pyright: ignore
-    (batch,) = batches(np.array([9, 10, 11, 12]), 1)
-    assert batch.present.tolist() == [True, True, False, True]
-    assert batch.inputs[ROW_SHARE].tolist() == [0.5, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5]
-    assert batch.inputs["images"][:, 0, 0, 0][2:].tolist() == [100, 101, 0, 0, 104, 105]

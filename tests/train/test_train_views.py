@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.errors import PlanError
-from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.function_reader import FunctionReader
@@ -24,11 +23,10 @@ from murmuration.data.batch.held_out import HELD_OUT
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, MicroBatch
 from murmuration.model.build import build
-from murmuration.model.inputs import DROP_KEY
+from murmuration.model.inputs import DROP_KEY, RECORD_WEIGHT
 from murmuration.train.audit.canaries import CanaryBatches
 from murmuration.train.audit.replay import digests_of_slots
 from murmuration.train.clip.losses import slot_losses
-from murmuration.train.clip.rule import rounding_allowance
 from murmuration.train.config.root import Config
 from murmuration.train.engines.forward import PlainForward
 from murmuration.train.library.own_run import PHASE
@@ -38,7 +36,7 @@ from murmuration.train.recipe.ready_phase import plan_of_phase
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, self_test
 from tests.support.config_base import drop, put, refusal
-from tests.support.own_module import RATE, Regression, X, Y, training
+from tests.support.own_module import X, Y, first_step_by_hand, training
 from tests.support.train_helpers import SHAPE, alone, nano_inputs, plan_for, private_engine
 from tests.train.test_train_held_out import SHARE, batch_of, quiet_plan, through
 
@@ -166,14 +164,15 @@ class RowReader:
         there = torch.from_numpy(row != EMPTY)
         images = torch.from_numpy(row).float().repeat_interleave(2).view(-1, 1, 1, 1).expand(-1, 3, 4, 4).clone()
         share = there.repeat_interleave(2) * 0.5
-        inputs = {"images": images, DROP_KEY: torch.zeros(2 * len(row), dtype=torch.int64), ROW_SHARE: share}
+        keys, weights = torch.zeros(2 * len(row), dtype=torch.int64), 0.5 * there.repeat_interleave(2)
+        inputs = {"images": images, DROP_KEY: keys, ROW_SHARE: share, RECORD_WEIGHT: weights}
         return MicroBatch(inputs, there)
 
     def drop_key(self, record: int, step: int, view: int = 0) -> int:
         return 1000 * step + 10 * record + view
 
 
-def test_an_input_canary_has_as_many_rows_as_a_record() -> None:
+def test_an_input_canary_has_as_many_rows_as_a_record_or_a_unit_and_weighs_1() -> None:
     own = {"images": torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 4, 4) + 100, ROW_SHARE: torch.full((6,), 0.5)}
     coins = np.array([True, False, True])
     batches = CanaryBatches(RowReader(), alone(), 4, 10, coins, own)  # pyright: ignore
@@ -182,6 +181,7 @@ def test_an_input_canary_has_as_many_rows_as_a_record() -> None:
     assert batch.inputs["images"][:, 0, 0, 0].tolist() == [9, 9, 100, 101, -1, -1, 104, 105]
     assert batch.inputs[ROW_SHARE].tolist() == [0.5, 0.5, 0.5, 0.5, 0, 0, 0.5, 0.5]
     assert batch.inputs[DROP_KEY].tolist() == [0, 0, 1100, 1101, 0, 0, 1120, 1121]
+    assert batch.inputs[RECORD_WEIGHT].tolist() == [0.5, 0.5, 1, 1, 0, 0, 1, 1], "a weight of its own, 1"
 
 
 def test_a_replay_compares_all_rows_of_a_slot() -> None:
@@ -217,43 +217,17 @@ def test_a_reader_of_functions_takes_up_to_so_many_rows() -> None:
 
 
 def test_the_weights_are_those_of_the_mean_gradients_by_hand(tmp_path: Path) -> None:
+    def loss(model: nn.Module, number: int) -> Tensor:
+        rows = three_views(np.array([number]))
+        return torch.cat([model({n: t[i : i + 1] for n, t in rows.items()}) for i in range(len(rows["y"]))]).mean()
+
     with training(tmp_path / "run", reader=three_views, views=3) as run:
-        run.prove()
-        before = {name: tensor.clone() for name, tensor in run.weights().items()}
-        ids, noise = run.phase.core.sampler().draw(1).ids, run.phase.core.noise("noise")
-        # The step's key is gone when it returns.
-        draws = [noise.draw(1, index, 0, tensor.numel(), np.float64) for index, tensor in enumerate(before.values())]
-        run.step(1, RATE)
-        after = run.weights()
-        model, plan = Regression(), run.plan
-        model.load_state_dict(before)
-        total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
-        for number in (n for n in ids if n != 9):
-            rows = three_views(np.array([number]))
-            loss = torch.stack([model({n: t[i : i + 1] for n, t in rows.items()}).sum() for i in range(len(rows["y"]))])
-            gradients = torch.autograd.grad(loss.mean(), list(model.parameters()))
-            size = float(torch.cat([g.double().flatten() for g in gradients]).norm())
-            factor = min(1.0, plan.clip_norm / (1 + rounding_allowance(8)) / size)
-            for name, gradient in zip(total, gradients, strict=True):
-                total[name] += factor * gradient.double()
-        for (name, sum_), draw in zip(total.items(), draws, strict=True):
-            drawn = torch.from_numpy(draw).view(sum_.shape)
-            expected = before[name].double() - RATE * (sum_ + drawn) / plan.divisor
-            assert torch.allclose(after[name].double(), expected, rtol=1e-5, atol=1e-6), name
+        first_step_by_hand(run, 8, loss, bad=(9,))
         run.finish()
     history = History.read(tmp_path / "run" / "ledger.jsonl")[0]
     assert history.plans[PHASE].views == 3 and verify(tmp_path / "run").epsilon > 0
     said = (tmp_path / "run" / "certificate.md").read_text()
     assert "each drawn record is seen 3 times in a step" in said
-
-
-def test_a_run_continues_only_with_as_many_views(tmp_path: Path) -> None:
-    with training(tmp_path / "run", views=2) as run:
-        run.prove()
-        run.step(1, RATE)
-        run.save()
-    with pytest.raises(LedgerError, match="plan"), training(tmp_path / "run", views=3):
-        pass
 
 
 def test_dropout_has_a_mask_of_its_own_for_each_row() -> None:
