@@ -27,6 +27,7 @@ from murmuration.train.noise import chacha
 from murmuration.train.noise.box_muller import direction_in_place, radius_in_place
 from murmuration.train.noise.chacha import PER_BLOCK, ChaChaNoise, fixed_words, keystream
 from tests.support.interpreted import results_of
+from tests.support.kernel_code import compiled
 from tests.support.normality import normal_in_every_respect
 from tests.support.train_helpers import plan_for
 
@@ -126,21 +127,6 @@ def test_every_bit_is_that_of_operations_that_ieee_rounds_in_one_way() -> None:
     direction_in_place(np, sine, cosine, (scratch[0], scratch[1]))
     expected = np.stack([radius * cosine, radius * sine], axis=1).reshape(-1)
     assert found.tobytes() == expected.tobytes()
-
-
-def test_a_64_bit_word_is_rounded_once() -> None:
-    """Radius and direction are those that the host's noise makes of the same words, to the last bit but the root's."""
-    from murmuration.train.noise.aes import Scratch
-
-    stream = of_the_library(KEY, 0, 0, 0, 500)
-    words = torch.from_numpy(np.frombuffer(stream, "<i4").reshape(-1, 16).T.copy())
-    scratch = Scratch(2000)
-
-    class Given:
-        def update_into(self, zeros: bytes, out: bytearray) -> None:
-            out[: len(stream)] = stream
-
-    assert chacha._pairs(words, 1.5).numpy() == pytest.approx(scratch.normals(Given(), 2000, 1.5), abs=4e-15)
 
 
 def test_the_noise_is_normal_and_the_test_has_power() -> None:
@@ -266,22 +252,13 @@ def test_the_kernel_s_words_are_those_of_torch_bit_by_bit() -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernel_compiles_for_cards_without_spilling(capability: int) -> None:
-    """By Triton's compiler and NVIDIA's assembler, which need no GPU."""
-    triton = pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton", reason="this build of PyTorch comes without Triton")
     from murmuration.train.noise.chacha_triton import BLOCKS, WARPS, _keystream
 
-    names: list[str] = _keystream.arg_names
-    types = {"fixed": "*i32", "block": "*i64", "parameter": "*i64", "words": "*i32", "count": "i32"}
-    signature = {name: types.get(name, "constexpr") for name in names}
-    compiled = triton.compile(
-        ASTSource(_keystream, signature, {(names.index("BLOCKS"),): BLOCKS}),
-        target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS},
-    )  # fmt: skip
-    code = compiled.asm["ptx"]
-    assert ".local" not in code and compiled.metadata.shared == 0 and len(compiled.asm["cubin"]) > 1000
+    kinds = {"fixed": "*i32", "block": "*i64", "parameter": "*i64", "words": "*i32"}
+    found = compiled(_keystream, kinds, {"BLOCKS": BLOCKS}, capability, num_warps=WARPS)
+    code = found.asm["ptx"]
+    assert ".local" not in code and found.metadata.shared == 0 and len(found.asm["cubin"]) > 1000
     assert code.count("shf.l.wrap.b32") == 4 * 8, "a rotation is one instruction, in each of eight quarter rounds"
 
 

@@ -1,4 +1,4 @@
-"""The kernel for GPUs, as far as it can be seen without one: its numbers by Triton's interpreter, its code by ptxas."""
+"""The kernels for GPUs, as far as they can be seen without one: numbers by Triton's interpreter, code by ptxas."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import murmuration.train.clip
 from murmuration.train.clip.norms import KERNEL_PART as PART
 from tests.support.interpreted import results_of
+from tests.support.kernel_code import compiled
 
 if TYPE_CHECKING:
     from murmuration.train.clip.gram_triton import Cut
@@ -28,7 +29,7 @@ ADDING = Path(murmuration.train.clip.__file__).with_name("add_parts_triton.py")
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return results_of(Path(__file__).with_name("gram_kernel_worker.py"))
+    return results_of(Path(__file__).with_name("clip_kernels_worker.py"))
 
 
 @pytest.mark.parametrize(("precision", "shapes"), [("fp16", 15), ("fp32", 8), ("parts", 5)])
@@ -133,46 +134,33 @@ def test_a_residual_network_with_its_kernels_is_clipped_as_without(found: dict[s
 
 @functools.cache
 def compiled_gram(kind: str, tokens: int, capability: int, summed: bool = True) -> tuple[Any, Cut]:
-    """By Triton's compiler and NVIDIA's assembler, which need no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from murmuration.train.clip import gram_triton
 
     own = gram_triton.cut(tokens)
-    kernel = gram_triton._few_tokens if own.few else gram_triton._many_tokens
-    pointers = {"left": kind, "right": kind, "inner": "fp64"} | dict.fromkeys(
-        ("left_sizes", "right_sizes", "sums"), "fp32"
-    )
-    constants = (
-        {"COLUMNS": own.padded} if own.few else {"BLOCKS": own.blocks, "NEAR": gram_triton.NEAR, "PADDED": own.padded}
-    )
-    constants |= {"PART": PART, "SUMMED": summed}
-    names: list[str] = kernel.arg_names
-    signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
-    signature |= dict.fromkeys(constants, "constexpr")
+    kernel: Any = gram_triton._few_tokens if own.few else gram_triton._many_tokens
+    kinds = {"left": f"*{kind}", "right": f"*{kind}", "inner": "*fp64"}
+    kinds |= dict.fromkeys(("left_sizes", "right_sizes", "sums"), "*fp32")
+    constants: dict[str, Any] = {"PART": PART, "SUMMED": summed}
+    if own.few:
+        constants |= {"COLUMNS": own.padded}
+    else:
+        constants |= {"BLOCKS": own.blocks, "NEAR": gram_triton.NEAR, "PADDED": own.padded}
     # As at run time, where widths and strides are multiples of 16.
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(names)
-        if name not in {*constants, "tokens", "rest"}
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
+    aligned = [name for name in kernel.arg_names if name not in {*constants, "tokens", "rest"}]
     stages = gram_triton.FEW_STAGES if own.few else gram_triton.STAGES
     options = {"num_warps": gram_triton.WARPS, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), own
+    return compiled(kernel, kinds, constants, capability, aligned, **options), own
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("kind", "tokens"), [("bf16", 50), ("bf16", 197), ("fp16", 300)])
 def test_it_compiles_for_cards_to_tensor_cores(kind: str, tokens: int, capability: int) -> None:
-    compiled, _ = compiled_gram(kind, tokens, capability)
-    code = compiled.asm["ptx"]
+    found, _ = compiled_gram(kind, tokens, capability)
+    code = found.asm["ptx"]
     assert "wgmma.mma_async" in code or "mma.sync" in code
     assert capability < 90 or "wgmma.mma_async" in code, "Hopper's own instruction, for 64 rows"
-    assert compiled.metadata.shared <= MOST_SHARED[capability]
-    assert ".local" not in code and len(compiled.asm["cubin"]) > 1000
+    assert found.metadata.shared <= MOST_SHARED[capability]
+    assert ".local" not in code and len(found.asm["cubin"]) > 1000
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -181,8 +169,8 @@ def test_sums_load_nothing_that_the_products_do_not(tokens: int, capability: int
     """The compiler could bring an operand from memory a second time, or in another way than the products want it."""
     moving = ("async_copy_global_to_local", "tt.load ", "local_alloc", "wgmma.mma_async", "mma.sync")
     counts = [
-        {what: compiled.asm["ttgir"].count(what) + compiled.asm["ptx"].count(what) for what in moving}
-        for compiled, _ in (compiled_gram("bf16", tokens, capability, summed) for summed in (False, True))
+        {what: found.asm["ttgir"].count(what) + found.asm["ptx"].count(what) for what in moving}
+        for found, _ in (compiled_gram("bf16", tokens, capability, summed) for summed in (False, True))
     ]
     assert counts[0] == counts[1] and counts[0]["async_copy_global_to_local"] > 0
 
@@ -191,18 +179,18 @@ def test_sums_load_nothing_that_the_products_do_not(tokens: int, capability: int
 @pytest.mark.parametrize("tokens", [50, 197])
 def test_parts_are_added_outside_the_tensor_cores(tokens: int, capability: int) -> None:
     """The compiler would rather let a product begin with the sum so far, which the bound on rounding does not allow."""
-    compiled, _ = compiled_gram("bf16", tokens, capability)
+    found, _ = compiled_gram("bf16", tokens, capability)
     product = re.compile(r"(%\w+) = (?:tt\.dot|ttng\.warp_group_dot) %\w+, %\w+, (%[\w#]+) .* : \S*?<\d+x(\d+)xbf16")
     # Of each product that stands in the code, the columns that it ends a sum of.
     columns: dict[str, int] = {}
     most = 0
-    for line in compiled.asm["ttgir"].splitlines():
-        if (found := product.search(line)) is None:
+    for line in found.asm["ttgir"].splitlines():
+        if (match := product.search(line)) is None:
             assert "tt.dot " not in line and "warp_group_dot " not in line, line
             for name in re.findall(r"(%\w+) = ", line):  # names come again, as those of what a loop carries
                 columns.pop(name, None)
             continue
-        ended, begun, own = found.groups()
+        ended, begun, own = match.groups()
         assert begun.startswith("%cst") or begun in columns, f"begins with the sum of earlier parts: {line}"
         columns[ended] = columns.get(begun, 0) + int(own)
         most = max(most, columns[ended])
@@ -214,8 +202,8 @@ def test_the_products_that_are_issued_are_those_that_are_counted(tokens: int) ->
     """Each program's branches stand in the code once; all warps issue what stands there."""
     from murmuration.train.clip.gram_triton import NEAR, WARPS
 
-    compiled, own = compiled_gram("bf16", tokens, 80)
-    per_loop = compiled.asm["ptx"].count("mma.sync.aligned.m16n8k16") // 2 // (PART // 16)
+    found, own = compiled_gram("bf16", tokens, 80)
+    per_loop = found.asm["ptx"].count("mma.sync.aligned.m16n8k16") // 2 // (PART // 16)
     expected = own.products
     if not own.few:
         # Of blocks with as many earlier ones as are near, and of pairs of distant ones, there is one branch for all.
@@ -234,40 +222,25 @@ def test_few_products_are_computed_that_are_not_needed(tokens: int, most: float)
 
 @pytest.mark.parametrize("strips", [1, 4])
 def test_what_makes_one_number_of_the_tiles_compiles_too(strips: int) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from murmuration.train.clip.gram_triton import COLUMNS, _finish
 
     constants = {"SHARE": 1e-5, "ADDED": 1e-5, "LOST_LEFT": 1e-38, "LOST_RIGHT": 1e-38, "PARTS": 16, "TOKENS": 256,
                  "STRIPS": strips, "COLUMNS": COLUMNS}  # fmt: skip
-    pointers = {"inner": "*fp64", "left_sizes": "*fp32", "right_sizes": "*fp32", "found": "*fp64",
-                "of_strips": "*fp32", "sums": "*fp32"}  # fmt: skip
-    names: list[str] = _finish.arg_names
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(ASTSource(_finish, signature, values), target=GPUTarget("cuda", 90, 32))
-    assert "fma.rn.f64" in compiled.asm["ptx"] or "mul.rn.f64" in compiled.asm["ptx"], "in fp64"
-    assert ("add.f32" in compiled.asm["ptx"]) == (strips > 1), "sums of strips, and in ordinary additions"
+    kinds = {"inner": "*fp64", "left_sizes": "*fp32", "right_sizes": "*fp32", "found": "*fp64",
+             "of_strips": "*fp32", "sums": "*fp32"}  # fmt: skip
+    code = compiled(_finish, kinds, constants, 90).asm["ptx"]
+    assert "fma.rn.f64" in code or "mul.rn.f64" in code, "in fp64"
+    assert ("add.f32" in code) == (strips > 1), "sums of strips, and in ordinary additions"
 
 
 def adding_kernel(source: Path, asked: bool, total: str = "*fp64") -> dict[str, str]:
     """The kernel of a file like add_parts_triton.py, compiled for a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     spec = importlib.util.spec_from_file_location(source.stem, source)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
-    names: list[str] = found._add_parts.arg_names
-    constants = {"ASKED": asked, "BLOCK": found.BLOCK}
-    pointers = {"total": total, "found": "*fp32", "only_if": "*i1" if asked else total}
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    return triton.compile(ASTSource(found._add_parts, signature, values), target=GPUTarget("cuda", 80, 32)).asm
+    kinds = {"total": total, "found": "*fp32", "only_if": "*i1" if asked else total}
+    return compiled(found._add_parts, kinds, {"ASKED": asked, "BLOCK": found.BLOCK}).asm
 
 
 @pytest.mark.parametrize("total", ["*fp64", "*fp32"])
@@ -299,82 +272,41 @@ def test_no_place_is_computed_in_32_bits(tmp_path: Path, written: str, instead: 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_what_scales_records_compiles_and_reads_and_writes_many_halves_at_once(masked: bool) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from murmuration.train.clip.triton_kernels import SCALE_BLOCK, SCALE_WARPS, _scale
 
-    names: list[str] = _scale.arg_names
     constants = {"MASKED": masked, "BLOCK": SCALE_BLOCK}
-    pointers = {"value": "*bf16", "scaled": "*bf16", "factors": "*fp32", "keep": "*i1" if masked else "*bf16"}
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name not in constants}
-    code = triton.compile(
-        ASTSource(_scale, signature, values, aligned),
-        target=GPUTarget("cuda", 80, 32),
-        options={"num_warps": SCALE_WARPS},
-    ).asm["ptx"]
+    kinds = {"value": "*bf16", "scaled": "*bf16", "factors": "*fp32", "keep": "*i1" if masked else "*bf16"}
+    aligned = [name for name in _scale.arg_names if name not in constants]
+    code = compiled(_scale, kinds, constants, aligned=aligned, num_warps=SCALE_WARPS).asm["ptx"]
     assert "ld.global.v4.b32" in code and "st.global.v4.b32" in code and ".local" not in code
     assert "mul.f32" in code and "cvt.rn.bf16" in code, "multiplied in fp32, rounded once to the nearest"
 
 
 def test_what_sums_an_embedding_s_rows_compiles_to_ordinary_additions() -> None:
     """Without atomic ones, whose order is any."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from murmuration.train.clip.triton_kernels import AT_ONCE, ROW_BLOCK, _sum_rows
 
-    names: list[str] = _sum_rows.arg_names
-    constants = {"AT_ONCE": AT_ONCE, "BLOCK": ROW_BLOCK}
-    pointers = {"rows": "*i64", "order": "*i64", "values": "*fp32", "total": "*fp32"}
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    code = triton.compile(ASTSource(_sum_rows, signature, values), target=GPUTarget("cuda", 80, 32)).asm["ptx"]
+    kinds = {"rows": "*i64", "order": "*i64", "values": "*fp32", "total": "*fp32"}
+    code = compiled(_sum_rows, kinds, {"AT_ONCE": AT_ONCE, "BLOCK": ROW_BLOCK}).asm["ptx"]
     assert "add.f32" in code and "atom" not in code and "red." not in code and ".local" not in code
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_backward_pass_of_a_layer_norm_compiles_without_spilling(wanted: bool) -> None:
     """At the widest of the recipes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from murmuration.train.clip.triton_kernels import CHUNK, NORM_WARPS, _layer_norm_backward, rows_at_once
 
-    names: list[str] = _layer_norm_backward.arg_names
     constants = {"WANTED": wanted, "CHUNK": CHUNK, "ROWS": rows_at_once(2048), "WIDTH": 2048}
-    signature = {name: "constexpr" if name in constants else "*fp32" for name in names}
-    signature |= {"tokens": "i32", "width": "i32"}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(
-        ASTSource(_layer_norm_backward, signature, values),
-        target=GPUTarget("cuda", 80, 32),
-        options={"num_warps": NORM_WARPS},
-    )
-    assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED[80]
+    tensors = dict.fromkeys(set(_layer_norm_backward.arg_names) - {*constants, "tokens", "width"}, "*fp32")
+    found = compiled(_layer_norm_backward, tensors, constants, num_warps=NORM_WARPS)
+    assert ".local" not in found.asm["ptx"] and found.metadata.shared <= MOST_SHARED[80]
 
 
-def compiled_as(kernel: Any, constants: dict[str, Any], kinds: dict[str, str], warps: int = 4) -> Any:
-    """For the oldest of the cards. What `kinds` does not name is a number of 32 bits; and as Triton compiles it anew
-    where all of these are 1, since it takes each 1 for a constant."""
+def compiled_as(kernel: Any, constants: dict[str, Any], kinds: dict[str, str], **options: Any) -> Any:
+    """Also as Triton compiles it anew where all numbers are 1, since it takes each 1 for a constant."""
     numbers = dict.fromkeys(set(kernel.arg_names) - constants.keys() - kinds.keys(), 1)
-    _compiled(kernel, constants | numbers, kinds, warps)
-    return _compiled(kernel, constants, kinds, warps)
-
-
-def _compiled(kernel: Any, constants: dict[str, Any], kinds: dict[str, str], warps: int) -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    names: list[str] = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    return compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 80, 32), options={"num_warps": warps})
+    compiled(kernel, kinds, constants | numbers, **options)
+    return compiled(kernel, kinds, constants, **options)
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -387,27 +319,21 @@ def test_the_backward_pass_of_a_group_norm_compiles_without_spilling(
 
     at_once, along = tile(channels, positions)
     constants = {"WANTED": wanted, "CHANNELS": at_once, "POSITIONS": along}
-    pointers = ("x", "gradient", "mean", "inverse", "weight", "below", "scale", "shift")
-    compiled = compiled_as(_group_norm_backward, constants, dict.fromkeys(pointers, "*fp32"), NORM_WARPS)
-    assert ".local" not in compiled.asm["ptx"] and compiled.metadata.shared <= MOST_SHARED[80]
+    tensors = ("x", "gradient", "mean", "inverse", "weight", "below", "scale", "shift")
+    found = compiled_as(_group_norm_backward, constants, dict.fromkeys(tensors, "*fp32"), num_warps=NORM_WARPS)
+    assert ".local" not in found.asm["ptx"] and found.metadata.shared <= MOST_SHARED[80]
 
 
 def test_sums_over_standardised_rows_compile_with_places_of_64_bits() -> None:
     """A micro-batch's written gradients have more than 2^31 elements."""
     from murmuration.train.clip.standardised_triton import ALONG, _back, _squares, _sums
 
-    pointers = {"written": "*fp32", "direction": "*fp32", "found": "*fp64"}
-    sums = compiled_as(_sums, {"ALONG": ALONG}, pointers)
-    squares = compiled_as(
-        _squares,
-        {"TINY": 1.2e-38, "ROWS": 1024},
-        {"found": "*fp64", "scale": "*fp32", "level": "*fp64", "size": "*fp64", "out": "*fp64"},
-    )
-    back = compiled_as(
-        _back, {"BLOCK": 1024}, {"gradient": "*fp32", "direction": "*fp32", "scale": "*fp32", "out": "*fp64"}
-    )
-    for compiled in (sums, squares, back):
-        code = compiled.asm["ptx"]
+    sums = compiled_as(_sums, {"ALONG": ALONG}, {"written": "*fp32", "direction": "*fp32", "found": "*fp64"})
+    kinds = {"found": "*fp64", "scale": "*fp32", "level": "*fp64", "size": "*fp64", "out": "*fp64"}
+    squares = compiled_as(_squares, {"TINY": 1.2e-38, "ROWS": 1024}, kinds)
+    kinds = {"gradient": "*fp32", "direction": "*fp32", "scale": "*fp32", "out": "*fp64"}
+    for found in (sums, squares, compiled_as(_back, {"BLOCK": 1024}, kinds)):
+        code = found.asm["ptx"]
         assert ".local" not in code and ("add.f64" in code or "add.rn.f64" in code)
     strided = re.findall(r"arith\.muli .* : i32\b", sums.asm["ttir"])
     assert not strided, "a record's place is its number times its size"

@@ -1,4 +1,4 @@
-"""Runs the Gram kernel in Triton's interpreter and says how far it is from fp64; needs TRITON_INTERPRET=1 at its start.
+"""Runs the kernels in Triton's interpreter and says how far they are from fp64; needs TRITON_INTERPRET=1 at its start.
 
 The interpreter has no bf16 for products: half precision is fp16 here.
 """
@@ -10,7 +10,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -108,9 +108,27 @@ def far_from_sum(found: Tensor, over: Tensor) -> float:
     return largest((found - exact).abs() / (size * steps / (1 - steps)))
 
 
+Faults = Sequence[tuple[str, str]]
+
+
+def faulty(kernel: Any, faults: Faults, error: Callable[[ModuleType], float]) -> list[float]:
+    """How far what the kernel's file computes is off, first as it is and then with each change, a planted fault."""
+    source, found = Path(sys.modules[kernel.__module__].__file__ or "").read_text(), []
+    for number, (written, instead) in enumerate((("", ""), *faults)):
+        assert not written or source.count(written) == 1, written
+        place = Path(tempfile.mkdtemp()) / f"{kernel.__name__}_{number}.py"  # from a file, which Triton reads
+        place.write_text(source.replace(written, instead) if written else source)
+        spec = importlib.util.spec_from_file_location(place.stem, place)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[place.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found.append(error(module))
+    return found
+
+
 # What to change in the kernel so that its sums are wrong: a token, a rest or a strip is left out, written over
 # another's or into another record's, or added up in half precision.
-FAULTS = (
+GRAM_FAULTS = (
     ("_rows(base, 0, tokens, stride, along, width, 64)", "_rows(base, 1, tokens, stride, along, width, 64)"),
     ("sums + record * rows, tokens", "sums, tokens"),
     ("sums + (record * STRIPS + part) * rows", "sums + record * STRIPS * rows"),
@@ -120,31 +138,13 @@ FAULTS = (
 )
 
 
-def loaded(source: str, name: str) -> ModuleType:
-    """From a file, which Triton reads."""
-    place = Path(tempfile.mkdtemp()) / f"{name}.py"
-    place.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def planted() -> list[float]:
-    """How far the sums are with each fault, and first with none."""
-    source, found = Path(sys.modules[gram.__module__].__file__ or "").read_text(), []
-    for number, (written, instead) in enumerate((("", ""), *FAULTS)):
-        assert not written or source.count(written) == 1, written
-        faulty = loaded(source.replace(written, instead) if written else source, f"faulty_{number}")
-        worst = 0.0
-        for tokens in (50, 135):
-            draw = torch.Generator().manual_seed(tokens)
-            left = (torch.randn(2, tokens, 20, generator=draw) + 3).half()
-            worst = max(worst, far_from_sum(faulty.gram(left, left[:, :, :9], PART, (0.0,) * 4, True)[3], left))
-        found.append(worst)
-    return found
+def sums_of_tokens(module: ModuleType) -> float:
+    worst = 0.0
+    for tokens in (50, 135):
+        draw = torch.Generator().manual_seed(tokens)
+        left = (torch.randn(2, tokens, 20, generator=draw) + 3).half()
+        worst = max(worst, far_from_sum(module.gram(left, left[:, :, :9], PART, (0.0,) * 4, True)[3], left))
+    return worst
 
 
 def not_a_number() -> list[bool]:
@@ -228,31 +228,25 @@ def scaled() -> list[bool]:
     return same
 
 
-def rows_summed() -> list[float]:
+ROW_FAULTS = (
+    ("start += AT_ONCE", "start += AT_ONCE + 1"), ("== AT_ONCE\n", "< 0\n"), ("if row != before:", "if True:"),
+    ("token[:, None] * width", "place[:, None] * width"),
+)  # fmt: skip
+
+
+def sums_of_rows(module: ModuleType) -> float:
     """How far the sums of an embedding's rows are from fp64, in units of their terms' rounding: rows that occur once,
-    never, and more often than a program adds at a time; then whether each fault is found."""
-    source, found = Path(sys.modules[row_sums.__module__].__file__ or "").read_text(), []
-    faults = (
-        ("", ""), ("start += AT_ONCE", "start += AT_ONCE + 1"), ("== AT_ONCE\n", "< 0\n"),
-        ("if row != before:", "if True:"),
-        ("token[:, None] * width", "place[:, None] * width"),
-    )  # fmt: skip
-    for number, (written, instead) in enumerate(faults):
-        assert not written or source.count(written) == 1, written
-        own = loaded(source.replace(written, instead) if written else source, f"rows_{number}")
-        worst = 0.0
-        for tokens, width in ((1, 3), (40, 256), (150, 300)):
-            draw = torch.Generator().manual_seed(tokens)
-            rows = torch.where(
-                torch.rand(tokens, generator=draw) < 0.4, 7, torch.randint(50, (tokens,), generator=draw)
-            )
-            values = torch.randn(tokens, width, generator=draw)
-            exact = torch.zeros(50, width, dtype=torch.float64).index_add_(0, rows, values.double())
-            size = torch.zeros(50, width, dtype=torch.float64).index_add_(0, rows, values.double().abs())
-            sums = own.row_sums(rows, values, 50)
-            worst = max(worst, largest((sums - exact).abs() / (size * 1e-6).clamp(min=1e-30)))
-        found.append(worst)
-    return found
+    never, and more often than a program adds at a time."""
+    worst = 0.0
+    for tokens, width in ((1, 3), (40, 256), (150, 300)):
+        draw = torch.Generator().manual_seed(tokens)
+        rows = torch.where(torch.rand(tokens, generator=draw) < 0.4, 7, torch.randint(50, (tokens,), generator=draw))
+        values = torch.randn(tokens, width, generator=draw)
+        exact = torch.zeros(50, width, dtype=torch.float64).index_add_(0, rows, values.double())
+        size = torch.zeros(50, width, dtype=torch.float64).index_add_(0, rows, values.double().abs())
+        sums = module.row_sums(rows, values, 50)
+        worst = max(worst, largest((sums - exact).abs() / (size * 1e-6).clamp(min=1e-30)))
+    return worst
 
 
 def far_apart() -> list[float]:
@@ -373,9 +367,10 @@ if __name__ == "__main__":
     patch_once()
     print("RESULTS " + json.dumps({
         "fp16": products(torch.float16, PART), "fp32": products(torch.float32, PART, SHAPES[::2]),
-        "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(), "planted": planted(),
+        "parts": products(torch.float16, 16, SHAPES[1::3]), "not a number": not_a_number(),
+        "planted": faulty(gram, GRAM_FAULTS, sums_of_tokens), "rows": faulty(row_sums, ROW_FAULTS, sums_of_rows),
         "layer norm": layer_norms(), "group norm": group_norms(), "standardised": standardised_rows(),
-        "added": added(), "scaled": scaled(), "rows": rows_summed(), "far apart": far_apart(),
+        "added": added(), "scaled": scaled(), "far apart": far_apart(),
         "clipped": {"mae": clipped("mae", False), "caption": clipped("caption", False)},
         "all": {each: clipped(each, True) for each in ("mae", "caption", "resnet")},
     }))  # fmt: skip
