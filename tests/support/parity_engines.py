@@ -112,3 +112,20 @@ def factor_of(kind: str, bound: float) -> Factor:
 def median_norm(records: list[brute_force.Record], present: Tensor) -> float:
     norms = [r.norm() for r, here in zip(records, present.tolist(), strict=True) if here]
     return statistics.median(norm for norm in norms if math.isfinite(norm))
+
+
+def judged(
+    records: list[brute_force.Record], present: Tensor, kind: str = "flat"
+) -> tuple[float, list[float], brute_force.Gradients]:
+    """The median norm of the records as their bound, and by it their factors and clipped sum."""
+    bound = median_norm(records, present)
+    factors = brute_force.factors_of(records, present, factor_of(kind, bound))
+    return bound, factors, brute_force.clipped_sum(records, factors)
+
+
+def with_adapters_that_do_something(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_up"):
+                parameter.normal_(std=0.1)
+    return model

@@ -29,7 +29,7 @@ from tests.support import brute_force
 from tests.support.brute_force import relative_error
 from tests.support.clip_world import FLAT, apart
 from tests.support.parity_cases import CASES, two_micro_batches
-from tests.support.parity_engines import factor_of, median_norm, only, rule_of, summed
+from tests.support.parity_engines import judged, only, rule_of, summed
 from tests.support.recorded_blocks import RecordedClip
 from tests.support.train_helpers import SHAPE, nano_inputs
 
@@ -47,9 +47,7 @@ def test_sums_of_recorded_blocks_equal_a_loop_over_records(name: str, precision:
     model = CASES[name].model(dtype)
     inputs, present = two_micro_batches(CASES[name], dtype)
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, present)
-    factors = brute_force.factors_of(records, present, factor_of("flat", bound))
-    expected = brute_force.clipped_sum(records, factors)
+    bound, factors, expected = judged(records, present)
     clip = prepared(RecordedClip(rule_of("flat", bound), compiled=RECORDS), model)
     halves = [(only(inputs, rows), present[rows]) for rows in (slice(0, 5), slice(5, 10))]
     totals, seen = summed(clip, model, halves, double=dtype == torch.float64)

@@ -13,7 +13,7 @@ from murmuration.train.clip.bookkeeping import BookKeepingClip
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
 from tests.support.parity_cases import Case, dense
-from tests.support.parity_engines import median_norm, rule_of, summed
+from tests.support.parity_engines import judged, rule_of, summed
 from tests.support.parity_models import OnX
 
 
@@ -80,8 +80,7 @@ def test_clipped_sums_are_those_of_plain_autograd(name: str) -> None:
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     everyone = torch.ones(7, dtype=torch.bool)
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, everyone)
-    expected = brute_force.clipped_sum(records, brute_force.factors_of(records, everyone, brute_force.flat(bound)))
+    bound, _, expected = judged(records, everyone)
     clip = BookKeepingClip(rule_of("flat", bound), "fp32")
     clip.prepare(model)
     totals, _ = summed(clip, model, [(inputs, everyone)], double=True)

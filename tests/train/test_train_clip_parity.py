@@ -23,6 +23,7 @@ from tests.support.parity_engines import (
     alone,
     contribution,
     factor_of,
+    judged,
     median_norm,
     only,
     prepared,
@@ -60,9 +61,7 @@ def test_sums_over_micro_batches_equal_a_loop_over_records(engine: str, name: st
     model = CASES[name].model(dtype)
     inputs, present = two_micro_batches(CASES[name], dtype)
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, present)
-    factors = brute_force.factors_of(records, present, factor_of(kind, bound))
-    expected = brute_force.clipped_sum(records, factors)
+    bound, factors, expected = judged(records, present, kind)
     halves = [(only(inputs, rows), present[rows]) for rows in (slice(0, 5), slice(5, 10))]
     clip = prepared(engine, rule_of(kind, bound), model)
     totals, seen = summed(clip, model, halves, double=dtype == torch.float64)

@@ -33,7 +33,7 @@ from tests.support import brute_force
 from tests.support.brute_force import relative_error
 from tests.support.kernel_doubles import have_only
 from tests.support.parity_cases import CASES, Case, dense, label, pictures
-from tests.support.parity_engines import contribution, median_norm, rule_of, summed
+from tests.support.parity_engines import contribution, judged, rule_of, summed
 from tests.support.parity_models import BigTransfer, Inputs, OnX
 
 NEVER, ALWAYS = 0.0, 1e9  # how large a gradient may be to be kept
@@ -91,8 +91,7 @@ def error_of(name: str, hold: float) -> float:
     model, inputs = case.model(torch.float64), case.batch(7, torch.float64)
     everyone = torch.ones(7, dtype=torch.bool)
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, everyone)
-    expected = brute_force.clipped_sum(records, brute_force.factors_of(records, everyone, brute_force.flat(bound)))
+    bound, _, expected = judged(records, everyone)
     totals, _ = summed(clip_of(model, rule_of("flat", bound), hold), model, [(inputs, everyone)], double=True)
     return max(relative_error({each: totals[each]}, {each: expected[each]}) for each in expected)
 

@@ -24,7 +24,7 @@ from murmuration.train.clip.rule import ClipError
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
 from tests.support.launching import ROOT
-from tests.support.parity_engines import factor_of, median_norm, rule_of
+from tests.support.parity_engines import judged, rule_of
 
 IMAGE, PLACES = 39, 4
 SEES = {"image_size": 14, "patch_size": 7, "projection_dim": 16}
@@ -95,8 +95,7 @@ def test_each_record_is_clipped_by_itself(kind: str, lora: bool) -> None:
     model = WithLoss(made(kind, lora), llava_loss() if kind == "llava" else blip_loss)
     inputs, present = drawn(), torch.ones(8, dtype=torch.bool)
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, present)
-    expected = brute_force.clipped_sum(records, brute_force.factors_of(records, present, factor_of("flat", bound)))
+    bound, _, expected = judged(records, present)
     clip = BookKeepingClip(rule_of("flat", bound))
     clip.prepare(model)
     totals, _ = clipped_totals(clip, model, inputs, present)
