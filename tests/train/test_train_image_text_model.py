@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -21,15 +19,22 @@ from murmuration.model.image_text import ImageTextModel
 from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.model.trainable import TrainableError, select
 from murmuration.model.warm_start import initialise_from
-from murmuration.train.commands import export
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.measures.captions import beam
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
-from tests.support.parity_engines import factor_of, median_norm, only, prepared, rule_of, summed
+from tests.support.parity_engines import (
+    judged,
+    only,
+    prepared,
+    rule_of,
+    summed,
+    with_adapters_that_do_something,
+)
 from tests.support.tars import indexed, png
+from tests.support.texts import exports_agree
 from tests.train.test_train_language_model import sentences, started
 from tests.train.test_train_named_language_model import write_tokenizer
 
@@ -114,17 +119,12 @@ def test_each_record_is_clipped_by_itself(kind: str, trainable: str, tmp_path: P
             model_of(tmp_path, trainable)
         return
     model = model_of(tmp_path, trainable)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_up"):
-                parameter.normal_(std=0.1)
+    with_adapters_that_do_something(model)
     inputs = inputs_of(tmp_path, 8) | {"record_weight": torch.tensor([1.0, 1, 3, 1, 1, 1, 0, 1])}
     present = torch.ones(8, dtype=torch.bool)
     present[5] = False
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, present)
-    factors = brute_force.factors_of(records, present, factor_of("flat", bound))
-    expected = brute_force.clipped_sum(records, factors)
+    bound, _, expected = judged(records, present)
     clip = prepared("book-keeping", rule_of("flat", bound), model)
     totals, _ = summed(clip, model, [(only(inputs, part), present[part]) for part in (slice(0, 4), slice(4, 8))])
     for name, tensor in expected.items():
@@ -175,18 +175,8 @@ def test_a_run_from_a_folder_trains_adapters_and_goes_back_to_the_library(
     verdict = verify(tmp_path / "run")
     assert verdict.objection is None and verdict.committed == 6 and 7.9 < verdict.epsilon <= 8
     assert phase.checkpoints
-    for form in ("hf", "peft"):
-        monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path / "run"), str(tmp_path / form), "--form", form])
-        assert export.main() == 0
-    before, after, base = (
-        AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval() for name in ("model", "hf", "model")
-    )
     given = as_the_library_reads(inputs_of(tmp_path / "model", 1), 0)
-    merged, adapted = (
-        net.eval()(**given).logits for net in (after, PeftModel.from_pretrained(base, tmp_path / "peft"))
-    )
-    torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-4)
-    assert (merged - before(**given).logits).abs().max() > 1e-3
+    exports_agree(tmp_path, monkeypatch, AutoModelForImageTextToText, lambda net: net(**given).logits)
     said = json.loads((tmp_path / "hf" / "preprocessor_config.json").read_text())
     assert (said["image_mean"], said["image_std"]) == ([0.5] * 3, [0.25] * 3)
 

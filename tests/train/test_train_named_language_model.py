@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,15 +20,21 @@ from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.model.trainable import select
 from murmuration.model.warm_start import initialise_from
 from murmuration.train.clip.rule import ClipError
-from murmuration.train.commands import export
 from murmuration.train.config.load import ConfigError, load
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from tests.support import brute_force
 from tests.support.brute_force import relative_error
 from tests.support.launching import ROOT
-from tests.support.parity_engines import factor_of, median_norm, only, prepared, rule_of, summed
-from tests.support.texts import write_texts
+from tests.support.parity_engines import (
+    judged,
+    only,
+    prepared,
+    rule_of,
+    summed,
+    with_adapters_that_do_something,
+)
+from tests.support.texts import exports_agree, write_texts
 from tests.train.test_train_language_model import WORDS, sentences, started
 
 LENGTH = 9
@@ -152,17 +156,12 @@ def test_each_text_is_clipped_by_itself(kind: str, trainable: str, tmp_path: Pat
             model_of(tmp_path, trainable)
         return
     model = model_of(tmp_path, trainable)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_up"):
-                parameter.normal_(std=0.1)
+    with_adapters_that_do_something(model)
     inputs = {"tokens": rows(tmp_path, 8), "record_weight": torch.tensor([1.0, 1, 3, 1, 1, 1, 0, 1])}
     present = torch.ones(8, dtype=torch.bool)
     present[5] = False
     records = brute_force.records_of(model, inputs)
-    bound = median_norm(records, present)
-    factors = brute_force.factors_of(records, present, factor_of("flat", bound))
-    expected = brute_force.clipped_sum(records, factors)
+    bound, _, expected = judged(records, present)
     clip = prepared("book-keeping", rule_of("flat", bound), model)
     totals, _ = summed(clip, model, [(only(inputs, part), present[part]) for part in (slice(0, 4), slice(4, 8))])
     for name, tensor in expected.items():
@@ -206,15 +205,10 @@ def test_a_run_from_a_folder_trains_adapters_and_its_certificate_holds(
     (phase,) = forecast(planned, Cluster(1, 80.0, 100.0, 1.0, 1e8))
     stored = [path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors")]
     assert phase.checkpoint_bytes * (phase.checkpoints - 1) < sum(stored) < phase.checkpoint_bytes * phase.checkpoints
-    for form in ("hf", "peft"):
-        monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path / "run"), str(tmp_path / form), "--form", form])
-        assert export.main() == 0
-        assert "texts of 9 tokens" in (tmp_path / form / "README.md").read_text()
-    before, after, base = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "hf", "model"))
     tokens = rows(tmp_path / "model", 4).clamp(min=0)
-    merged, adapted = (net.eval()(tokens).logits for net in (after, PeftModel.from_pretrained(base, tmp_path / "peft")))
-    torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-4)
-    assert (merged - before.eval()(tokens).logits).abs().max() > 1e-3
+    exports_agree(tmp_path, monkeypatch, AutoModelForCausalLM, lambda net: net(tokens).logits)
+    for form in ("hf", "peft"):
+        assert "texts of 9 tokens" in (tmp_path / form / "README.md").read_text()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
