@@ -8,20 +8,12 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from murmuration.accounting.epsilon.accountant import describe
-from murmuration.accounting.ledger.chain import Ledger
-from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import Journal
-from murmuration.accounting.plan import PrivacyPlan
-from murmuration.accounting.sampling import Poisson
-from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.storage import checkpoint as checkpoint_module
 from murmuration.train.storage.checkpoint import (
     CheckpointError,
@@ -33,7 +25,7 @@ from murmuration.train.storage.checkpoint import (
     pointer_text,
 )
 from tests.support.checkpoint_world import HEADER, damage, save, saved, stored, trained, whole_state
-from tests.support.train_helpers import LocalEngine, Toy, alone, on_ranks, private_engine, toy_batch
+from tests.support.train_helpers import LocalEngine, Toy, alone, on_ranks, private_engine
 
 
 @pytest.mark.parametrize(("write_world", "replicated"), [(1, False), (2, False), (3, False), (2, True)])
@@ -70,22 +62,6 @@ def test_what_one_number_of_ranks_wrote_another_reads_bit_by_bit(
             assert {engine.optimizer_step() for engine in engines} == {2}
             fixed = engines[0].model.state_dict()
             assert torch.equal(fixed["frozen"], Toy().frozen) and torch.equal(fixed["table"], Toy().table)
-
-
-def test_training_goes_on_bit_by_bit_after_a_resume(tmp_path: Path) -> None:
-    straight = trained(alone(), steps=4)
-    saved(tmp_path, alone(), step=2)
-    loaded = Checkpoints(tmp_path, alone(), Keep(2)).latest()
-    assert loaded is not None
-    model = Toy()
-    model.load_state_dict(loaded.state_dict(model.state_dict()))
-    engine, _, noise = private_engine(alone(), model=model)
-    loaded.restore_optimizer(engine)
-    for step in (3, 4):
-        engine.accumulate(toy_batch(6, seed=10 * step))
-        engine.update(NoisyUpdate(noise, step), 1e-2)
-    first, second = whole_state([straight]), whole_state([engine])
-    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_the_manifest_carries_the_head_of_the_ledger_and_its_digest_is_returned(tmp_path: Path) -> None:
@@ -213,14 +189,6 @@ def test_a_kill_between_any_two_file_operations_leaves_a_whole_checkpoint(tmp_pa
     assert moment > 10
 
 
-def test_orphans_of_a_killed_save_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".phase00-step00000001.tmp").mkdir()
-    (tmp_path / ".phase00-step00000001.tmp" / "piece-00000-of-00001.safetensors").write_bytes(b"torn")
-    (tmp_path / ".latest.tmp").write_text("{}")
-    saved(tmp_path, alone())
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_old_checkpoints_are_retired_but_never_the_newest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, alone(), Keep(3))
     engine = trained(alone())
@@ -247,25 +215,6 @@ def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:
 
 
 # Which checkpoints are kept and which go; a choice of the best is one by outputs: the planned budget is claimed.
-
-
-PLAN = PrivacyPlan(
-    records=100, sampling=Poisson(2**32), clip_norm=1.0, noise_multiplier=20.0, steps=4, delta=1e-3, epsilon_budget=2.0
-)
-
-
-def test_a_kept_best_makes_the_claim_the_planned_budget(tmp_path: Path) -> None:
-    journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("tiny", "check", False, {}, "hmac-sha256", "signer")
-    journal.declare_plan(0, "private", replace(PLAN), describe("pld"))
-    assert journal.history.why_budget_is_claimed() is None
-    journal.declare_choice("public_loss")
-    journal.declare_choice("public_loss")
-    journal.ledger.close()
-    history = History.read(tmp_path / "ledger.jsonl")[0]
-    assert history.choices == ["public_loss"], "said once"
-    because = history.why_budget_is_claimed()
-    assert because == "checkpoints are kept by their public_loss, so one may be chosen by outputs"
 
 
 def folders(path: Path) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from murmuration.accounting.ledger.chain import Ledger
+from murmuration.train.storage import checkpoint as checkpoint_module
 from murmuration.train.storage.checkpoint import (
     FORMAT,
     CheckpointError,
@@ -416,38 +417,19 @@ def test_a_power_cut_after_any_sync_leaves_what_the_ledger_names(tmp_path: Path)
     assert cut_after_every_sync(tmp_path) > 40
 
 
-class Hasty(Checkpoints):
-    """Swings the pointer without syncing the folder, as a first version might."""
+@pytest.mark.parametrize("synced", [Path.is_file, Path.is_dir], ids=["no folder", "no file"])
+def test_a_sync_left_away_is_found(tmp_path: Path, synced: Callable[[Path], bool]) -> None:
+    """As a first version might, which swings the pointer without syncing the folder, or never syncs a file."""
 
-    def _publish(self, *arguments, **options):
-        import murmuration.train.storage.checkpoint as module
+    class Careless(Checkpoints):
+        def _publish(self, *arguments: Any, **options: Any) -> str:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(checkpoint_module, "sync", lambda path: real(path) if synced(path) else None)
+                return super()._publish(*arguments, **options)
 
-        real = module.sync
-        module.sync = lambda path: real(path) if path.is_file() else None
-        try:
-            return super()._publish(*arguments, **options)
-        finally:
-            module.sync = real
-
-
-class Careless(Checkpoints):
-    """Never syncs a file."""
-
-    def _publish(self, *arguments, **options):
-        import murmuration.train.storage.checkpoint as module
-
-        real = module.sync
-        module.sync = lambda path: real(path) if path.is_dir() else None
-        try:
-            return super()._publish(*arguments, **options)
-        finally:
-            module.sync = real
-
-
-@pytest.mark.parametrize("fault", [Hasty, Careless])
-def test_a_sync_left_away_is_found(tmp_path: Path, fault: type[Checkpoints]) -> None:
+    real = checkpoint_module.sync
     with pytest.raises(Exception, match=r"the ledger names step|damaged|incomplete"):
-        cut_after_every_sync(tmp_path, fault)
+        cut_after_every_sync(tmp_path, Careless)
 
 
 def test_every_rename_follows_the_sync_of_what_it_names_and_is_synced_before_the_ledger_knows(tmp_path: Path) -> None:

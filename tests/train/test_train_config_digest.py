@@ -36,7 +36,7 @@ SHAPES: list[tuple[str, Any]] = [
     ("model.text_length", 9), ("model.mask_ratio", 0.5), ("model.dropout", 0.1), ("train_micro_batch_size_per_gpu", 16),
     ("phases.1.data.public_fraction", 0.5), ("phases.1.privacy.clip.adaptive", {}),
     ("phases.1.privacy.release", [{"name": "loss", "bound": 1.0, "noise_multiplier": 9.0}]), ("run.noise", "exact"),
-    ("phases.1.trainable", "bias"),
+    ("phases.1.trainable", "bias"), ("phases.1.trainable", "head"), ("phases.1.schedule.warmup_epochs", 1.0),
 ]  # fmt: skip
 SHAPES_NOT: list[tuple[str, Any]] = [
     ("zero_optimization.stage", 2), ("zero_optimization.reduce_bucket_size", 1000), ("run.checkpoint_every", 3),

@@ -1,5 +1,4 @@
-"""Features of a frozen body: the same steps as over pictures, computed once, by all ranks or by none; and LAMB's first
-step on a zero head. The files have tests of their own."""
+"""Features of a frozen body: the same steps as over pictures, computed once, by all ranks or by none."""
 
 from __future__ import annotations
 
@@ -28,10 +27,8 @@ from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.commands.exit_codes import guarded
-from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.stop import Stopped
-from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.run import cached_features
 from murmuration.train.run.cached_features import FeatureReader, apart, identity_of, pictures_at_once
 from murmuration.train.storage.feature_store import (
@@ -234,31 +231,6 @@ def test_ranks_share_the_rows_and_their_files_are_the_owners_alone(tmp_path: Pat
     (kept,) = (tmp_path / "features").iterdir()
     assert (tmp_path / "features").stat().st_mode & 0o777 == kept.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in kept.iterdir()} == {0o600}
-
-
-def stepped(kind: str, rules: list[ParameterRule], steps: int = 1) -> list[torch.Tensor]:
-    model = head_only()
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    params = OptimizerParams(rules=rules)
-    optimizer = make_optimizer(Optimizer(type=kind, params=params), named)  # pyright: ignore[reportArgumentType]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.01
-    draw = torch.Generator().manual_seed(8)
-    for _ in range(steps):
-        for _, parameter in named:
-            parameter.grad = torch.randn(parameter.shape, generator=draw)
-        optimizer.step()
-    return [parameter.detach().clone() for _, parameter in named]
-
-
-def test_lamb_on_a_zero_head_is_adam_at_the_first_step_and_a_sign_update() -> None:
-    """The trust ratio is 1 where the weights' norm is 0 (Mehta et al., 2205.02973); the bias of -10 needs the rule."""
-    no_ratio = [ParameterRule(parameters="head.bias", trust_ratio=False)]
-    lamb, adam = stepped("LAMB", no_ratio), stepped("AdamW", [])
-    assert all(torch.equal(one, other) for one, other in zip(lamb, adam, strict=True))
-    assert torch.allclose(lamb[0].abs(), torch.full_like(lamb[0], 0.01), atol=1e-7)
-    assert not torch.equal(stepped("LAMB", [])[1], adam[1]), "without the rule the bias moves by its own ratio"
-    assert not torch.equal(stepped("LAMB", no_ratio, 2)[0], stepped("AdamW", [], 2)[0]), "from then on they differ"
 
 
 def test_a_record_that_is_not_finite_does_not_take_the_one_before_it_along() -> None:

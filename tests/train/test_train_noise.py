@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from torch import nn
 
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import aes as noise_module
-from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, AESNoise
+from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, AESNoise, in_chunks
 from murmuration.train.noise.box_muller import FURTHEST
+from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
 from tests.support.normality import normal_in_every_respect
 from tests.support.train_helpers import fragments_of, plan_for, slice_of
@@ -163,16 +166,24 @@ def test_pieces_cover_every_element_once_and_equal_the_draw() -> None:
         list(mechanism.chunks(4, fragments, torch.device("cpu"), torch.bfloat16))
 
 
-def noised(world: int, mechanism: AESNoise, sizes: dict[str, int], step: int = 1) -> dict[str, np.ndarray]:
+def noised(
+    world: int, mechanism: Any, sizes: dict[str, int], step: int = 1, ahead: bool = False, dtype: Any = torch.float32
+) -> dict[str, np.ndarray]:
     """What NoisyUpdate puts on zeros, put together from the shards of `world` ranks."""
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
-    found = {name: np.full(size, np.nan, np.float32) for name, size in sizes.items()}
+    found = {name: np.full(size, np.nan) for name, size in sizes.items()}
     total = 0
     for rank in range(world):
         low, high = slice_of(rank, world, sum(sizes.values()))
-        flat, fragments = torch.zeros(high - low + 3), fragments_of(parameters, low, high)
-        update = NoisyUpdate(mechanism, step)
+        flat, fragments = torch.zeros(high - low + 3, dtype=dtype), fragments_of(parameters, low, high)
+        noise = NoiseAhead(mechanism, fragments) if ahead else mechanism
+        noise.prepare(step)
+        update = NoisyUpdate(noise, step)
         update.finish(flat, fragments)
+        fact = update.fact(1)
+        assert (fact.generator, fact.grid) == (mechanism.generator, mechanism.grid)
+        if isinstance(noise, NoiseAhead):
+            noise.close()
         total += update.elements
         for f in fragments:
             assert np.isnan(found[f.name][f.start : f.start + f.length]).all()
@@ -218,18 +229,48 @@ def test_noise_is_refused_on_anything_but_fp32(dtype: torch.dtype) -> None:
     assert not flat.any()
 
 
-def test_noise_is_refused_twice_for_one_element() -> None:
-    update = NoisyUpdate(AESNoise(KEY, 1.0, 1.0), 1)
-    update.finish(torch.zeros(8), [Fragment("w", 0, 0, 4, 0), Fragment("w", 0, 4, 4, 4)])
-    for start, length in ((0, 4), (4, 1), (2, 1), (0, 1), (3, 2), (7, 9)):
-        with pytest.raises(UpdateError, match="twice"):
-            update.finish(torch.zeros(16), [Fragment("w", 0, start, length, 0)])
-    update.finish(torch.zeros(8), [Fragment("w", 0, 8, 1, 0), Fragment("v", 1, 0, 4, 1)])
-    assert update.elements == 13
-
-
 def test_plain_updates_divide_by_the_batch_alone() -> None:
     flat = torch.full((6,), 12.0)
     update = PlainUpdate(4)
     update.finish(flat, [Fragment("w", 0, 0, 5, 1)])
     assert flat.tolist() == [12.0, 3.0, 3.0, 3.0, 3.0, 3.0] and update.elements == 5
+
+
+MECHANISM = AESNoise(b"s" * 32, 1.5, 4.0)
+
+
+def stretch(start: int, length: int, parameter: int = 0) -> Fragment:
+    return Fragment(f"w{parameter}", parameter, start, length, start)
+
+
+def test_neighbouring_stretches_in_any_order_are_no_overlap() -> None:
+    whole = MECHANISM.draw(3, 0, 0, 12, np.float64) / 4.0
+    for order in permutations([stretch(0, 5), stretch(5, 1), stretch(6, 6)]):
+        flat, update = torch.zeros(12, dtype=torch.float64), NoisyUpdate(MECHANISM, 3)
+        for fragment in order:
+            update.finish(flat, [fragment])
+        assert update.elements == 12
+        np.testing.assert_allclose(flat.numpy(), whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("first, second", [((0, 4), (3, 2)), ((0, 8), (2, 2)), ((5, 3), (5, 3)), ((0, 1), (0, 9))])
+def test_any_overlap_is_refused_whichever_comes_first(first: tuple[int, int], second: tuple[int, int]) -> None:
+    for one, other in ((first, second), (second, first)):
+        flat, update = torch.zeros(12, dtype=torch.float64), NoisyUpdate(MECHANISM, 3)
+        update.finish(flat, [stretch(*one)])
+        before = flat.clone()
+        with pytest.raises(UpdateError, match="asked for twice"):
+            update.finish(flat, [stretch(*other)])
+        assert torch.equal(flat, before)
+        update.finish(flat, [stretch(*other, parameter=1)])  # the same place of another parameter is another draw
+        assert not torch.equal(flat, before)
+
+
+def test_a_long_fragment_is_cut_without_a_gap_or_an_overlap() -> None:
+    short, long = Fragment("v", 4, 2, 9, 0), Fragment("w", 5, 7, 2 * NOISE_CHUNK + 5, 9)
+    assert list(in_chunks([short, long])) == [
+        short,
+        Fragment("w", 5, 7, NOISE_CHUNK, 9),
+        Fragment("w", 5, 7 + NOISE_CHUNK, NOISE_CHUNK, 9 + NOISE_CHUNK),
+        Fragment("w", 5, 7 + 2 * NOISE_CHUNK, 5, 9 + 2 * NOISE_CHUNK),
+    ]

@@ -123,15 +123,6 @@ def test_a_step_given_up_leaves_nothing_behind(ahead: NoiseAhead, watched: Watch
     assert same(taken(ahead, 6), taken(AESNoise(KEY, 1.5, 10.0), 6)), "another step than the prepared one"
 
 
-def test_a_step_given_up_half_way(ahead: NoiseAhead) -> None:
-    ahead.prepare(5)
-    for _ in zip(range(2), ahead.chunks(5, FRAGMENTS, CPU), strict=False):
-        pass
-    ahead.prepare(6)
-    assert same(taken(ahead, 6), taken(AESNoise(KEY, 1.5, 10.0), 6))
-    assert ahead._room == 1 << 30
-
-
 @pytest.mark.parametrize("asked", [4, 6])
 def test_another_step_than_the_prepared_one_gets_its_own_noise(ahead: NoiseAhead, asked: int) -> None:
     ahead.prepare(5)

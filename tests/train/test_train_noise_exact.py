@@ -26,11 +26,11 @@ from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise import exact
 from murmuration.train.noise.aes import CHUNK_BLOCKS, NOISE_CHUNK, AESNoise
 from murmuration.train.noise.exact import ExactNoise, error_bound, nearest_whole, nearly_whole
-from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.noise.update import FURTHEST, NoisyUpdate, UpdateError, sum_on_grid
 from tests.support.normality import normal_in_every_respect
 from tests.support.step_world import KEYS
-from tests.support.train_helpers import fragments_of, plan_for, private_engine, slice_of
+from tests.support.train_helpers import plan_for, private_engine
+from tests.train.test_train_noise import noised
 
 KEY = bytes(range(32))
 N = 1 << 19
@@ -250,28 +250,11 @@ def test_any_stretch_is_a_part_of_the_whole_and_steps_parameters_and_keys_differ
 
 def test_every_element_gets_the_same_one_draw_at_any_world_size_and_ahead_of_time() -> None:
     sizes = {"a": 1001, "b": 1, "c": 77, "d": 4096}
-    parameters = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
     mechanism = ExactNoise.of(KEY, PLAN, sum(sizes.values()))
-
-    def released(world: int, ahead: bool) -> dict[str, np.ndarray]:
-        found = {name: np.full(size, np.nan) for name, size in sizes.items()}
-        for rank in range(world):
-            low, high = slice_of(rank, world, sum(sizes.values()))
-            flat, fragments = torch.zeros(high - low, dtype=torch.float64), fragments_of(parameters, low, high)
-            noise = NoiseAhead(mechanism, fragments) if ahead else mechanism
-            noise.prepare(7)
-            update = NoisyUpdate(noise, 7)
-            update.finish(flat, fragments)
-            assert update.fact(1).grid == mechanism.grid and update.fact(1).generator == "aes-256-ctr-exact"
-            for f in fragments:
-                found[f.name][f.start : f.start + f.length] = f.of(flat).numpy()
-            if isinstance(noise, NoiseAhead):
-                noise.close()
-        return found
-
-    alone = released(1, ahead=False)
+    alone = noised(1, mechanism, sizes, 7, dtype=torch.float64)
     for world, ahead in ((1, True), (2, False), (3, True), (5, False)):
-        assert all(np.array_equal(alone[name], values) for name, values in released(world, ahead).items())
+        spread = noised(world, mechanism, sizes, 7, ahead, torch.float64)
+        assert all(np.array_equal(alone[name], values) for name, values in spread.items())
     values = np.concatenate(list(alone.values()))
     assert not np.isnan(values).any() and len(np.unique(values)) > 0.99 * len(values)
     assert abs(values.std() * PLAN.divisor / PLAN.noise_std - 1) < 5 / math.sqrt(2 * len(values))

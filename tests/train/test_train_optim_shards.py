@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as processes
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -17,7 +14,7 @@ from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Param
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.optim.base import CHUNK, FlatOptimizer, OptimizerError
 from murmuration.train.optim.optimizers import make_optimizer
-from tests.support.optim_textbook import SHAPES, gradient, initial, off, on_shards, rate, textbook
+from tests.support.optim_textbook import SHAPES, gradient, initial, off, rate, textbook
 from tests.support.train_helpers import fragments_of, on_ranks, slice_of
 
 KINDS = ["AdamW", "LAMB", "SGD", "LARS"]
@@ -114,37 +111,6 @@ def test_norms_cost_one_reduction_per_step_for_all_flats_together(kind: str, exp
         for f, values in pieces:
             joined[f.name].view(-1)[f.start : f.start + f.length] = values
     assert off(joined, textbook(kind, lambda name: FASTER.get(kind, 1.0), lambda name: 0.2)) < 1e-6
-
-
-def _gloo_rank(rank: int, world: int, folder: str, kind: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    parameters = named()
-    whole = torch.cat([p.detach().reshape(-1) for p in parameters.values()])
-    low, high = slice_of(rank, world, len(whole))
-    flat = nn.Parameter(whole[low:high].clone())
-    optimizer = make_optimizer(settings(kind, weight_decay=0.2), parameters.items())
-    optimizer.param_groups[0]["params"] = [flat]
-
-    def add(sums: Tensor) -> Tensor:
-        dist.all_reduce(sums)
-        return sums
-
-    optimizer.bind({id(flat): (flat, fragments_of(parameters, low, high))}, add)
-    for step in (1, 2, 3):
-        flat.grad = torch.cat([gradient(step, name).reshape(-1) for name in SHAPES])[low:high]
-        optimizer.param_groups[0]["lr"] = rate(step)
-        optimizer.step()
-    torch.save(flat.detach().clone(), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow  # for the start of two interpreters
-def test_real_processes_move_as_threads_do(tmp_path: Path) -> None:
-    processes.spawn(_gloo_rank, args=(2, str(tmp_path), "LAMB"), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-    found = torch.cat([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
-    threads, _ = on_shards(settings("LAMB", weight_decay=0.2), 2)
-    assert torch.equal(found, torch.cat([tensor.reshape(-1) for tensor in threads.values()]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -243,18 +243,12 @@ def test_records_that_any_run_before_protected_are_refused(tmp_path: Path) -> No
     run(tmp_path / "e", "elsewhere", more=lambda journal: journal.declare_nonprivate(2, "after", True, mine))
     run(tmp_path / "f", "elsewhere", more=lambda journal: journal.declare_public(1, "mixing", mine))
     run(tmp_path / "g", "elsewhere", run(tmp_path / "h", "elsewhere", WarmStart.at(tmp_path / "e")))
+    run(tmp_path / "i", "elsewhere", debug=True)
     protected = "was trained on the private records of phase 'private'"
     public = "used the records that phase 'private' protects without noise"
-    for start, refused in (
-        ("a", protected),
-        ("b", protected),
-        ("c", protected),
-        ("d", ""),
-        ("e", public),
-        ("f", public),
-        ("g", public),
-        ("h", public),
-    ):
+    debug = r"come from a run that says 'NOT PRIVATE \(debug\)"
+    for start, refused in [*zip("abcd", [protected] * 3 + [""], strict=True), *zip("efgh", [public] * 4, strict=True),
+                           ("i", debug)]:  # fmt: skip
         config = copy.deepcopy(CONFIG)
         config["phases"][0]["data"]["path"] = str(tmp_path / start)
         config["phases"][1]["data"]["path"] = str(tmp_path / "mine")

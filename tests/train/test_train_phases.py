@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from murmuration.accounting.ledger.chain import Ledger
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.index.public_split import SplitIndex, apart, public_share
 from murmuration.data.synthetic.index import SyntheticIndex
 from murmuration.model.build import build
@@ -30,7 +28,7 @@ from murmuration.train.recipe.warm_start import NoRecords, WarmStart, WarmStartE
 from murmuration.train.run.phase import StillEngine, carry_over
 from murmuration.train.storage.checkpoint import Checkpoints, Keep, Loaded, Position
 from tests.support.config_base import Change, drop, put
-from tests.support.train_helpers import LocalEngine, Toy, alone, plan_for, toy_batch
+from tests.support.train_helpers import LocalEngine, Toy, alone, toy_batch
 
 Read = Callable[..., Config]
 START = {"name": "start", "data": {"source": "checkpoint", "path": "weights", "public": True}}
@@ -47,21 +45,6 @@ def test_a_start_has_no_steps_and_the_objective_of_what_follows(loaded: Read, tm
     config = loaded(first(START))
     assert not config.phases[0].trains and config.phases[0].objective == "mae" and config.phases[0].steps == 0
     assert config.phases[0].data.path == str(tmp_path / "weights")  # pyright: ignore[reportAttributeAccessIssue]
-
-
-SHAPES = [
-    put("phases.1.trainable", "head"), put("phases.1.plateau", {}), put("phases.1.optimizer.params.eps", 1e-6),
-    put("phases.1.mixing", {"data": {"path": "x", "public": True}, "batch": 4}),
-    put("phases.1.data.public_fraction", 0.1), put("phases.1.schedule.warmup_epochs", 1.0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_what_a_phase_does_is_in_its_digest(loaded: Read, number: int) -> None:
-    contents = {"data": "d"}
-    before, after = loaded().digest(1, contents), loaded(SHAPES[number]).digest(1, contents)
-    assert before != after
-    assert loaded().digest(1, contents | {"start": "weights"}) != before, "the weights that it began with, too"
 
 
 def test_steps_follow_from_epochs(loaded: Read) -> None:
@@ -155,26 +138,6 @@ def test_weights_that_are_not_there_or_tell_nothing_are_refused(tmp_path: Path) 
     (tmp_path / "empty").mkdir()
     with pytest.raises(WarmStartError, match="has neither checkpoints nor"):
         WarmStart.at(tmp_path / "empty")
-
-
-@pytest.mark.parametrize("named", ["folder", "file"])
-@pytest.mark.parametrize(
-    ("debug", "public", "why"),
-    [(False, True, None), (True, True, "debug"), (False, False, "on data not declared public")],
-)
-def test_weights_carry_what_their_run_protected_and_why_it_was_not_private(
-    tmp_path: Path, named: str, debug: bool, public: bool, why: str | None
-) -> None:
-    journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("earlier", "check", debug, {}, "hmac-sha256", "signer")
-    journal.declare_nonprivate(0, "warm", public, "open records")
-    journal.declare_plan(1, "private", plan_for(), {"accountant": "pld"})
-    journal.begin_segment(1, "config", "protected records", 0, "first")
-    journal.ledger.close()
-    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    start = WarmStart.at(tmp_path if named == "folder" else tmp_path / "model.safetensors")
-    assert start.protected == {"protected records"}
-    assert start.undeclared is None if why is None else why in (start.undeclared or "")
 
 
 @pytest.mark.parametrize("source", ["run", "export"])

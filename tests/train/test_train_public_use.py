@@ -123,16 +123,6 @@ def test_of_sets_that_overlap_and_are_equally_large_the_second_is_not_cut_by_its
     ready(world, part(PRIVATE | {"data": {"path": "one"}}, 0.5))
 
 
-def test_a_set_with_a_public_part_is_protected_as_a_whole_by_no_phase(world: Path) -> None:
-    ready(world, part(PUBLIC, 0.1))
-    with pytest.raises(
-        RecipeError,
-        match=r"phases.0.data: these records were cut with public_fraction 0\.1 of 60 records, not with none",
-    ):
-        ready(world, PRIVATE)
-    ready(world, part(PRIVATE, 0.1))
-
-
 OTHER = {"path": "other", "public": True}
 OPEN_USES: list[tuple[str, list[dict[str, Any]]]] = [
     ("phases.0.data", [PUBLIC]),
@@ -169,17 +159,6 @@ def test_the_public_part_of_the_frozen_cut_may_be_used_beside_private_runs(world
     ready(world, part(PUBLIC, 0.1), part(PRIVATE, 0.1, mixing=mixing))
     with pytest.raises(RecipeError, match="nobody may use them as public"):
         ready(world, part(PUBLIC, 0.1) | {"evaluation": {"path": "set", "public": True}})
-
-
-def test_a_second_index_of_the_shards_knows_what_the_first_one_knows(world: Path) -> None:
-    ready(world, part(PRIVATE, 0.1))
-    trained(world)
-    build(world / "set", world / "second")
-    second = {"data": {"path": "second", "public": True}}
-    with pytest.raises(RecipeError, match="nobody may use them as public"):
-        ready(world, PUBLIC | second)
-    with pytest.raises(RecipeError, match=r"were cut with public_fraction 0\.1"):
-        ready(world, part(PUBLIC | second, 0.2))
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["the index removed", "another index"])

@@ -1,4 +1,4 @@
-"""Top-1, top-5 and ReaL, compared with scikit-learn and with a loop over single records."""
+"""Top-1, top-5, ReaL and mean average precision, compared with scikit-learn and with a loop over single records."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import top_k_accuracy_score
+from sklearn.metrics import average_precision_score, top_k_accuracy_score
 from torch import Tensor
 
-from murmuration.train.measures.ranking import Tally
+from murmuration.train.measures.ranking import Tally, average_precision, mean_average_precision
 from murmuration.train.measures.shares import REAL, TOP_1, TOP_5, share_names, shares
 
 NAMES = [TOP_1, TOP_5, REAL]
@@ -70,3 +70,26 @@ def test_among_few_classes_there_is_no_top_5_and_of_no_record_no_share() -> None
     scores, labels, right = answers(10, 4)
     assert shares(counted(4, [(scores, labels, torch.zeros_like(right))]), share_names(4, True)).keys() == {TOP_1}
     assert shares(counted(4, []), share_names(4, True)) == {}
+
+
+@pytest.mark.parametrize("levels", [3, 1000])
+def test_each_class_is_scikit_learns_whatever_the_order_of_equal_scores(levels: int) -> None:
+    draw = np.random.default_rng(levels)
+    scores = draw.integers(0, levels, (200, 5)) / levels
+    right = draw.random((200, 5)) < [0.02, 0.1, 0.5, 0.9, 1.0]
+    for number in range(5):
+        ours = average_precision(scores[:, number], right[:, number])
+        assert ours == pytest.approx(average_precision_score(right[:, number], scores[:, number]), abs=1e-12)
+    order = draw.permutation(200)
+    assert mean_average_precision(scores, right) == pytest.approx(
+        average_precision_score(right, scores, average="macro"), abs=1e-12
+    )
+    assert mean_average_precision(scores[order], right[order]) == pytest.approx(mean_average_precision(scores, right))
+
+
+def test_a_class_that_no_record_has_does_not_count() -> None:
+    scores, right = np.array([[0.9, 0.1], [0.2, 0.8]]), np.array([[True, False], [False, False]])
+    assert mean_average_precision(scores, right) == 1.0
+    assert average_precision(scores[:, 1], right[:, 1]) is None
+    assert mean_average_precision(scores, np.zeros((2, 2), dtype=bool)) is None
+    assert mean_average_precision(np.zeros((0, 2)), np.zeros((0, 2), dtype=bool)) is None

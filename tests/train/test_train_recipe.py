@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from murmuration.accounting import make_plan
-from murmuration.accounting.ledger.chain import Ledger
-from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.plan import PrivacyPlan
+from murmuration.accounting.sampling import Poisson
+from murmuration.accounting.unit import Unit
 from murmuration.data.text.encoder import word_tokenizer
+from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
+from murmuration.train.planner.micro_batch import _drawn
 from murmuration.train.recipe import ready_phase
-from murmuration.train.recipe.ready_phase import RecipeError, plan_of_phase, planned_epsilon, prepare
+from murmuration.train.recipe.ready_phase import (
+    RecipeError,
+    plan_of_phase,
+    planned_epsilon,
+    prepare,
+    unit_of,
+    with_steps,
+)
 from tests.support.config_base import Change, drop, put
 from tests.support.texture_samples import texture_samples
-from tests.support.train_helpers import plan_for
 
 
 @pytest.fixture
@@ -111,29 +120,86 @@ def test_captions_are_not_looked_for_in_single_images(loaded: Callable[..., Conf
         prepare(config)
 
 
-def trained_before(folder: Path, manifest_digest: str, debug: bool = False) -> Change:
-    """Weights of an earlier run that protected those records, and a phase that starts from them."""
-    folder.mkdir()
-    journal = Journal(Ledger.open(folder / "ledger.jsonl"))
-    journal.start_run("earlier", "check", debug, {}, "hmac-sha256", "signer")
-    journal.declare_plan(0, "before", plan_for(), {"accountant": "pld"})
-    journal.begin_segment(0, "config", manifest_digest, 0, "first")
-    journal.ledger.close()
-    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
-    (folder / "export.json").write_text(json.dumps({"objective": "mae", "shapes": {}}))
-    start = {"name": "start", "data": {"source": "checkpoint", "path": str(folder), "public": True}}
-    return lambda raw: raw["phases"].insert(0, start)
+# What a config says of a head from one pass, what is filled in, and what is refused.
 
 
-def test_weights_that_saw_the_protected_records_or_broke_their_promise_are_refused(
-    real: Callable[..., Config], tmp_path: Path
-) -> None:
-    _, private = prepare(real())
-    digest = private.index.manifest_digest
-    change = trained_before(tmp_path / "same", digest)
-    with pytest.raises(RecipeError, match=r"same was trained on the private records of phase 'private'"):
-        prepare(real(change))
-    start, *_ = prepare(real(trained_before(tmp_path / "others", "other records")))
-    assert start.start is not None and start.start.protected == {"other records"} and start.start.undeclared is None
-    with pytest.raises(RecipeError, match=r"come from a run that says 'NOT PRIVATE \(debug\)"):
-        prepare(real(trained_before(tmp_path / "debug", "other records", debug=True)))
+PHASE: dict[str, Any] = {
+    "name": "head", "data": {"path": "records", "label": "cls", "classes": "classes.txt"}, "objective": "head",
+    "privacy": {"epsilon": 1.0},
+}  # fmt: skip
+MODEL = {"family": "classifier", "image_size": 32, "patch_size": 8, "width": 32, "depth": 1, "heads": 2, "classes": 4}
+
+
+def given(folder: Path, changes: dict[str, Any], *overrides: str) -> Config:
+    config = {"train_micro_batch_size_per_gpu": 8, "model": MODEL, "phases": [PHASE | changes], "run": {}}
+    (folder / "c.json").write_text(json.dumps(config))
+    return load(folder / "c.json", list(overrides))
+
+
+def test_it_is_one_step_over_all_records(tmp_path: Path) -> None:
+    (phase,) = given(tmp_path, {}).phases
+    assert (phase.objective, phase.trainable, phase.steps) == ("classify", "statistics", 1)
+    assert phase.features is not None and phase.privacy is not None and math.isinf(phase.privacy.expected_batch)
+    settled = with_steps(phase, 500, "phases.0")
+    assert settled.privacy is not None
+    plan = plan_of_phase(settled, settled.privacy, 500, "phases.0")
+    assert plan.sampling == Poisson(2**32) and plan.steps == 1 and plan.divisor == 500.0
+    same = given(tmp_path, {"objective": "classify", "trainable": "statistics"})
+    assert same.digest(0, {}) == given(tmp_path, {}).digest(0, {})
+    assert given(tmp_path, {"head": {"ridge": 0.1}}).digest(0, {}) != same.digest(0, {})
+
+
+def test_all_stands_for_n_in_any_phase_and_is_written_as_it_was(tmp_path: Path) -> None:
+    changes = {
+        "objective": "classify", "trainable": "head", "privacy": {"epsilon": 1.0, "expected_batch": "all"},
+        "steps": 3, "schedule": {"peak": 0.1}, "features": {},
+    }  # fmt: skip
+    config = given(tmp_path, changes)
+    assert json.loads(config.model_dump_json())["phases"][0]["privacy"]["expected_batch"] == "all"
+    settled = with_steps(config.phases[0], 77, "phases.0")
+    assert settled.privacy is not None and settled.privacy.expected_batch == 77.0
+
+
+def test_its_twin_without_privacy_takes_all_records(tmp_path: Path) -> None:
+    (phase,) = given(tmp_path, {}, "phases.0.privacy=null").phases
+    assert phase.privacy is None and with_steps(phase, 500, "phases.0").batch == 500
+
+
+def test_a_micro_batch_is_settled_before_all_records_are_counted(tmp_path: Path) -> None:
+    """The word "auto" asks for the batch before there is an index."""
+    drawn = _drawn(given(tmp_path, {}).phases[0], "phases.0")
+    assert math.isfinite(drawn.mean) and drawn.even(2, 8) == 8
+
+
+# `data.unit`: what a config may ask for, what the plan makes of it, and that nothing changes where none is named.
+
+
+Make = Callable[..., Config]
+DATA = "phases.1.data"
+UNIT = (drop(f"{DATA}.expected_records"), put(f"{DATA}.unit", "patient_id"))
+
+
+def test_the_plan_names_the_unit_and_n_is_what_it_is_given(loaded: Make) -> None:
+    config = loaded(*UNIT, put(f"{DATA}.rows_per_unit", 3), put(f"{DATA}.unit_reduce", "sum"))
+    phase = config.phases[1]
+    assert phase.privacy is not None and unit_of(phase) == Unit("patient_id", 3, "sum") and phase.rows_of_a_slot == 3
+    plan = plan_of_phase(phase, phase.privacy, 100, "phases.1", table="digest")
+    assert plan.units == Unit("patient_id", 3, "sum", "digest") and "'patient_id'" in plan.unit
+    assert (plan.records, plan.delta, plan.divisor) == (100, 1 / 200, pytest.approx(20))
+    assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]
+    twin = loaded(*UNIT, put(f"{DATA}.rows_per_unit", 3), put("phases.1.privacy", None), put("phases.1.batch", 4))
+    assert twin.phases[1].rows_of_a_slot == 3
+
+
+def test_a_config_without_units_keeps_its_digest_and_each_setting_changes_it(loaded: Make) -> None:
+    contents = {"data": "0" * 64}
+    plain = loaded().digest(1, contents)
+    # As the version before there were units computed it.
+    assert plain == loaded(put(f"{DATA}.unit", None), put(f"{DATA}.rows_per_unit", None)).digest(1, contents)
+    seen = {plain}
+    for changes in ((), (put(f"{DATA}.unit", "person"),), (put(f"{DATA}.rows_per_unit", 2),),
+                    (put(f"{DATA}.unit_reduce", "sum"),)):  # fmt: skip
+        seen.add(loaded(*UNIT, *changes).digest(1, contents))
+    assert len(seen) == 5
+    counted = loaded(*UNIT, put(f"{DATA}.expected_units", 90)).digest(1, contents)
+    assert counted in seen, "what stands in for n shapes no release"

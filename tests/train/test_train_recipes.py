@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from murmuration.train.recipe.ready_phase import plan_of_phase, planned_epsilon, resolve_shape, with_steps
 from murmuration.train.run.public_mixing import alpha
-from tests.support import forking
 from tests.support.printed_facts import (
     DEVIATIONS,
     PRINTED,
@@ -227,14 +225,6 @@ def test_pre_training_is_public_and_promises_nothing(name: str) -> None:
 def test_a_recipe_that_pretrains_says_on_what_it_measures(name: str) -> None:
     adapts = ("transfer_", "finetune_", "demo", "vip_finetune", "dpcap_finetune")
     assert name.startswith(adapts) or "; while it trains, " in load(FILES[name], []).about.expect
-
-
-def test_a_recipe_without_its_data_names_them_and_the_command_that_indexes_them() -> None:
-    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--config", str(FILES["dpcap_large"])]
-    done = forking.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert "phases.1.data.path" in line and "laion-2b-dedup" in line and "launch/prepare.py index" in line
 
 
 def test_the_rate_of_a_plan_is_the_one_that_was_tabled() -> None:

@@ -16,16 +16,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from murmuration.accounting.ledger.chain import Ledger
-from murmuration.accounting.ledger.history import History
-from murmuration.accounting.ledger.journal import Journal
 from murmuration.train.config.phase import Plateau
 from murmuration.train.distributed import stop as stop_module
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.run.early_end import Ending, PlateauRule, asked_for, measured_before
 from tests.support.launching import ROOT, environment
-from tests.support.step_world import step_of
-from tests.support.train_helpers import alone, on_ranks, plan_for
+from tests.support.train_helpers import alone, on_ranks
 
 
 @pytest.fixture
@@ -312,18 +308,3 @@ def test_a_file_ends_the_phases_that_it_names_on_all_ranks_and_for_good(tmp_path
     assert ending.reason() == "end_phase names it" and ending.reason() is not None
     assert not asked_for(file, "war"), "whole names alone"
     assert on_ranks(2, lambda ranks: Ending("warm", file, ranks, None).reason()) == ["end_phase names it"] * 2
-
-
-def test_a_private_phase_that_ended_early_claims_its_planned_budget(tmp_path: Path) -> None:
-    plan = plan_for(steps=6)
-    journal = Journal(Ledger.open(tmp_path / "ledger.jsonl"))
-    journal.start_run("toy", "check", False, {}, "hmac-sha256", "signer")
-    journal.declare_plan(0, "private", plan, {"accountant": "pld"})
-    journal.begin_segment(0, "config", "data", 0, "first", salt="salt")
-    step, _ = step_of(alone(), journal, plan)
-    for number in (1, 2, 3):
-        step.run(number, 1e-3)
-    journal.finish()
-    history, _ = History.read(tmp_path / "ledger.jsonl")
-    assert history.why_budget_is_claimed() == "phase private ended after 3 of 6 planned steps"
-    assert history.epsilon() < plan.epsilon_budget

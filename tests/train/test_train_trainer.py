@@ -202,14 +202,3 @@ def test_a_fault_in_the_thread_is_that_of_the_line(tmp_path: Path, monkeypatch: 
         spent(LEFT)
         train(journal, range(2, 3))
         assert spent(LEFT) == journal.history.epsilon()
-
-
-def test_charges_follow_what_was_done_after_they_were_asked_for(tmp_path: Path) -> None:
-    """They are remembered, but only for the facts that they follow from."""
-    journal = begin(tmp_path, PLAN)
-    journal.open_step(0, 1, facts(1))
-    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier, 1)]
-    with pytest.raises(LedgerError, match="had announced"):
-        journal.commit_step(0, 1, facts(1, std=PLAN.noise_std / 2))
-    assert journal.history.charged() == [Event(1.0, PLAN.noise_multiplier / 2, 1)]
-    assert journal.history.last_charge() == Event(1.0, PLAN.noise_multiplier / 2, 1)

@@ -1,4 +1,4 @@
-"""What an audit makes of the numbers it saw: turns, scores, and the checks of draws, each against a slow loop."""
+"""What an audit makes of the numbers it saw: turns, scores and checks of draws, each by a slow loop; what it says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import multivariate_normal
 
 from murmuration.accounting.banded import best_banded
+from murmuration.accounting.epsilon.audit_evidence import AuditBound, Bound
 from murmuration.accounting.epsilon.trade_off import of_events
 from murmuration.accounting.event import Event
 from murmuration.accounting.noise import IndependentNoise
@@ -18,8 +19,10 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, Poisson, RandomAllocation
 from murmuration.data.draw.samplers import AllocationSampler
 from murmuration.train.audit.audit import scores
-from murmuration.train.audit.checks import check_allocation, check_noise
+from murmuration.train.audit.checks import Check, check_allocation, check_noise
+from murmuration.train.audit.result import AuditReport
 from murmuration.train.audit.turns import Group, SeenSegment, Turn, noise_in, pairs_in, turns_of
+from tests.support.acc_world import PLAN
 
 BANDS, GAIN, EARLIER = 4, 2.5, 10
 
@@ -239,3 +242,22 @@ def test_one_draw_for_two_steps_of_a_segment_is_found() -> None:
         shared = draws.copy()
         shared[two] = 0.9 * shared[two] + 0.4 * shared[one]
         assert not check_noise(shared).passed
+
+
+def report(p_value: float) -> AuditReport:
+    tried = (Bound("one-run (ε, δ)", 2.99996, guesses=100, correct=99), Bound("pairs", 3.99996, "it is Gaussian"))
+    bound = AuditBound(200, 100, 1e-5, 0.95, 3, tried)
+    fine = Check({"all": 0.5})
+    return AuditReport(
+        "private", "gradient", 2.00001, bound, p_value, PLAN, "DeepSpeed", 2, None, 20.0, fine, fine, fine,
+        {0.3: 1.0, 0.9: 0.1},
+    )  # fmt: skip
+
+
+def test_bounds_are_rounded_away_from_a_refutation_and_name_their_confidence() -> None:
+    (told,) = report(1e-9).refuted
+    assert told == "epsilon is at least 3.999 with 95% confidence, and 2.0001 is claimed (p = 1e-09 for the claim)"
+    text = report(0.5).as_text()
+    assert "ε ≤ 2.0001 at δ = 1e-05" in text and "ε ≥ 2.999 (" in text and "ε ≥ 3.999 (" in text
+    assert "of 200 such audits, simulated, 100.0% detect noise of 0.3·σ, 10.0%" in text
+    assert "each accuses an honest run at most once in a million" in text
