@@ -521,8 +521,9 @@ def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(
 def test_choices_and_stores_are_told_as_they_were_declared(tmp_path: Path) -> None:
     journal = begin(tmp_path, replace(PLAN, steps=1))
     train(journal, range(1, 2), replace(PLAN, steps=1))
-    journal.declare_choice("public_loss")
-    journal.declare_choice("top1")
+    for named in ("public_loss", "top1", "public_loss"):
+        journal.declare_choice(named)
+    assert journal.history.choices == ["public_loss", "top1"], "said once"
     journal.declare_store(0, "store.example")
     assert "checkpoints are kept by their public_loss" in (journal.history.why_budget_is_claimed() or "")
     assert any("fetched from store.example" in told for told in deviations_of(journal.history))

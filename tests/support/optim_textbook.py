@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,6 +37,16 @@ def gradient(step: int, name: str) -> Tensor:
 
 def rate(step: int) -> float:
     return 0.01 * (1 + 0.5 * math.sin(step))
+
+
+def walk(optimizer: Any, parameters: dict[str, nn.Parameter], steps: Iterable[int] = (1, 2, 3)) -> Weights:
+    """The weights after these steps of any optimizer, on whole parameters."""
+    for step in steps:
+        for name, p in parameters.items():
+            p.grad = gradient(step, name)
+        optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.step()
+    return {name: p.detach() for name, p in parameters.items()}
 
 
 def on_shards(

@@ -47,17 +47,24 @@ def peak_of(act: Any) -> int:
     return peak
 
 
-def config(tmp_path: Path, **changes: Any) -> Path:
-    """A recipe of some size, whose data are nowhere."""
+def config(
+    tmp_path: Path, privacy: dict[str, Any] | None = None, phase: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None, **changes: Any,
+) -> Path:  # fmt: skip
+    """A recipe of some size, whose data are nowhere; what is None in `phase` and `data` is left out."""
+
+    def told(settings: dict[str, Any], changed: dict[str, Any] | None) -> dict[str, Any]:
+        return {name: value for name, value in (settings | (changed or {})).items() if value is not None}
+
     whole = {
         "train_micro_batch_size_per_gpu": 32,
         "model": {"family": "mae", "size": "base", "width": 4096, "heads": 16, "depth": 3},
-        "phases": [{
+        "phases": [told({
             "name": "private", "objective": "mae",
-            "data": {"source": "shards", "path": "nowhere", "expected_records": 1_000_000},
-            "privacy": {"epsilon": 8.0, "expected_batch": 4000, "noise_multiplier": 1.0},
+            "data": told({"source": "shards", "path": "nowhere", "expected_records": 1_000_000}, data),
+            "privacy": {"epsilon": 8.0, "expected_batch": 4000, "noise_multiplier": 1.0} | (privacy or {}),
             "schedule": {"peak": 1e-3}, "steps": 100,
-        }],
+        }, phase)],
     } | changes  # fmt: skip
     path = tmp_path / "big.json"
     path.write_text(json.dumps(whole))

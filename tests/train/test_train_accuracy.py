@@ -33,7 +33,7 @@ from murmuration.train.run.report_pictures import SAMPLES, first_usable
 from tests.support.config_base import put
 from tests.support.evaluation_world import COLOURS, class_folders, class_list, shards, tokenizer
 from tests.support.features_world import Stop
-from tests.support.train_helpers import alone, on_ranks
+from tests.support.train_helpers import on_ranks
 
 EACH = 5
 BROKEN = ["blue/000.png", "blue/001.png", "red/004.png"]
@@ -313,14 +313,3 @@ def test_what_else_is_measured_leaves_the_digest_of_a_phase_that_ends_by_its_los
     before = digest("records", 512)
     assert digest("real", "x.json") == before == digest("zero_shot", {"class_names": "x.json"})
     assert digest("records", 9) != before, "these decide when the phase ends"
-
-
-def test_one_evaluator_alone_is_as_before(world: Path) -> None:
-    """The loss of records with captions is what a pass over all of them gives."""
-    phase = ready(world, "caption", {"path": "captioned"})
-    model = model_of(phase)
-    batch = BatchReader(phase.held_out, phase.data_spec(augment=False), phase.text).read(np.arange(20), 0)  # pyright: ignore
-    engine: Any = StillEngine(model, torch.device("cpu"))
-    found = PublicEvaluator(phase, engine, alone(), 8, b"m" * 32, None, None).measure()
-    with torch.no_grad():
-        assert found == {"public_loss": pytest.approx(float(model(batch.inputs).mean()), rel=1e-6)}

@@ -36,7 +36,6 @@ from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
 from murmuration.train.run.declare import public_uses
 from murmuration.train.run.phase import StillEngine
-from tests.support.brute_force import flat, records_of
 from tests.support.config_base import drop, put
 from tests.support.evaluation_world import evaluate, result, saved
 from tests.support.train_helpers import on_ranks
@@ -243,27 +242,6 @@ def test_a_list_becomes_a_row_of_answers_and_what_is_no_list_of_known_classes_is
     assert inputs["labels"].dtype == torch.bool and inputs["labels"].shape[1] == len(NAMES)
 
 
-def test_each_records_loss_is_its_own_and_its_clipped_sum_is_brute_forces(world: Path) -> None:
-    phase = ready(world)
-    inputs, present = read(phase)
-    torch.manual_seed(1)
-    model = build(phase.shape, "classify").double()
-    real = {name: tensor.double() if name == "images" else tensor for name, tensor in inputs.items()}
-    bound = 0.05
-    records = records_of(model, {name: tensor[present] for name, tensor in real.items()})
-    assert min(record.norm() for record in records) > bound, "everything is clipped"
-    logits = model.logits(real["images"]).detach().numpy()  # pyright: ignore
-    for row, record in enumerate(records):
-        share = 1 / (1 + np.exp(-logits[row]))
-        right = inputs["labels"][row].numpy()
-        assert record.loss == pytest.approx(float(-np.log(np.where(right, share, 1 - share)).sum()), rel=1e-5)
-    clip = BookKeepingClip(ClipRule("flat", bound, 0.0))
-    found, _ = clipped_totals(clip, model, real, present, trainable_shapes(model))
-    for name, total in found.items():
-        expected = sum(record.gradient[name] * flat(bound)(record.norm()) for record in records)
-        assert torch.allclose(total.double(), expected, rtol=1e-5, atol=1e-8), name  # pyright: ignore
-
-
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 4), (3, 5), (3, 64)])
 def test_what_is_measured_is_scikit_learns_on_all_ranks(world: Path, ranks: int, micro_batch: int) -> None:
     phase = ready(world)
@@ -377,9 +355,12 @@ def test_lists_change_the_digest_and_runs_without_them_keep_theirs(
 # Weights of classes: public numbers, in the loss before it is clipped.
 
 
+@pytest.mark.parametrize("weights", [None, (0.0, 1.0, 4.0, 0.5)])
 @pytest.mark.parametrize(("loss", "several"), [("softmax", False), ("sigmoid", False), ("sigmoid", True)])
-def test_class_weights_multiply_losses_before_clipping(world: Path, loss: str, several: bool) -> None:
-    weights, bound = (0.0, 1.0, 4.0, 0.5), 0.05
+def test_losses_are_weighted_by_class_before_clipping(
+    world: Path, loss: str, several: bool, weights: tuple[float, ...] | None
+) -> None:
+    bound = 0.05
     told = written(world).model
     weighty, plain = (
         told.model_copy(update={"class_weights": each, "classify_loss": loss}) for each in (weights, None)
@@ -387,9 +368,9 @@ def test_class_weights_multiply_losses_before_clipping(world: Path, loss: str, s
     model, unweighted = (build(each, "classify").double() for each in (weighty, plain))
     drawn = torch.Generator().manual_seed(3)
     images = torch.randn(8, 3, 16, 16, generator=drawn, dtype=torch.float64)
-    labels = torch.randint(0, 2, (8, 4), generator=drawn) if several else torch.arange(8) % 4
+    labels = torch.randint(0, 2, (8, 4), generator=drawn).bool() if several else torch.arange(8) % 4
     inputs, present = {"images": images, "labels": labels}, torch.ones(8, dtype=torch.bool)
-    logits, scale = unweighted.logits(images).detach(), torch.tensor(weights, dtype=torch.float64)
+    logits, scale = unweighted.logits(images).detach(), torch.tensor(weights or [1.0] * 4, dtype=torch.float64)
     wanted = (labels if several else torch.nn.functional.one_hot(labels, 4)).double()
     entropies = (
         torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none") * scale
@@ -402,6 +383,7 @@ def test_class_weights_multiply_losses_before_clipping(world: Path, loss: str, s
     )
     parameters = dict(model.named_parameters())
     expected = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
+    clipped = 0
     for row in range(8):  # by autograd on the formula, one record at a time
         each = unweighted.logits(images[row : row + 1])
         if loss == "sigmoid":
@@ -411,11 +393,13 @@ def test_class_weights_multiply_losses_before_clipping(world: Path, loss: str, s
             total = scale[labels[row]] * -each.log_softmax(1)[0, labels[row]]
         gradients = torch.autograd.grad(total, list(unweighted.parameters()), allow_unused=True)
         norm = torch.stack([each.square().sum() for each in gradients if each is not None]).sum().sqrt()
+        clipped += bool(norm > bound)
         for name, gradient in zip(expected, gradients, strict=True):
             if gradient is not None and norm > 0:
                 expected[name] += gradient * min(1.0, bound / float(norm))
     for name, total in found.items():
         torch.testing.assert_close(total.double(), expected[name], rtol=1e-4, atol=1e-7)
+    assert clipped > 4
 
 
 def test_class_weights_are_in_the_ledger_as_public_numbers(world: Path) -> None:

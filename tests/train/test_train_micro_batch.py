@@ -73,9 +73,8 @@ def test_processors_take_no_more_than_fits_and_no_room_is_refused(tmp_path: Path
 @pytest.mark.parametrize("gpus", [True, False])
 def test_a_step_of_the_whole_data_set_has_no_more_rows_than_it_has_records(tmp_path: Path, gpus: bool) -> None:
     """Else a head that is solved in one pass is tested with tens of thousands of rows, for hundreds of records."""
-    phase = json.loads(written(tmp_path).read_text())["phases"][0]
-    phase["data"]["expected_records"], phase["privacy"]["expected_batch"] = 300, "all"
-    assert largest(automatic(tmp_path, phases=[phase]), 1, 1000 * GIB, gpus) <= 300
+    config = automatic(tmp_path, data={"expected_records": 300}, privacy={"expected_batch": "all"})
+    assert largest(config, 1, 1000 * GIB, gpus) <= 300
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.optim.base import CHUNK, FlatOptimizer, OptimizerError
+from murmuration.train.optim.base import CHUNK, OptimizerError
 from murmuration.train.optim.optimizers import make_optimizer
-from tests.support.optim_textbook import SHAPES, gradient, initial, off, rate, textbook
+from tests.support.optim_textbook import SHAPES, gradient, initial, off, rate, textbook, walk
 from tests.support.train_helpers import fragments_of, on_ranks, slice_of
 
 KINDS = ["AdamW", "LAMB", "SGD", "LARS"]
@@ -39,13 +39,8 @@ def test_the_models_make_the_optimizer_work_in_several_chunks() -> None:
 def test_without_sharding_it_is_an_ordinary_optimizer(kind: str) -> None:
     parameters = named()
     optimizer = make_optimizer(settings(kind, weight_decay=0.2), parameters.items())
-    for step in (1, 2, 3):
-        for name, p in parameters.items():
-            p.grad = gradient(step, name)
-        optimizer.param_groups[0]["lr"] = rate(step)
-        optimizer.step()
     expected = textbook(kind, lambda name: FASTER.get(kind, 1.0), lambda name: 0.2)
-    assert off({name: p.detach() for name, p in parameters.items()}, expected) < 1e-6
+    assert off(walk(optimizer, parameters), expected) < 1e-6
 
 
 def test_a_fresh_optimizer_does_not_move_by_itself() -> None:
@@ -117,21 +112,13 @@ def test_norms_cost_one_reduction_per_step_for_all_flats_together(kind: str, exp
 def test_state_by_name_is_all_that_a_resumed_run_needs(kind: str) -> None:
     """Three steps alone, or two, the state carried over by name, and one more in a new optimizer."""
     chosen = settings(kind, weight_decay=0.2, ema_decay=0.5)
-
-    def steps(optimizer: FlatOptimizer, parameters: dict[str, nn.Parameter], which: list[int]) -> None:
-        for step in which:
-            for name, p in parameters.items():
-                p.grad = gradient(step, name)
-            optimizer.param_groups[0]["lr"] = rate(step)
-            optimizer.step()
-
     straight = named()
     unbroken = make_optimizer(chosen, straight.items())
-    steps(unbroken, straight, [1, 2, 3])
+    walk(unbroken, straight)
     first = named()
     before = make_optimizer(chosen, first.items())
     assert before.steps_done == 0 and not before.state_tensors(first["head.bias"])
-    steps(before, first, [1, 2])
+    walk(before, first, [1, 2])
     second = copy.deepcopy(first)
     after = make_optimizer(chosen, second.items())
     after.restart(before.steps_done)
@@ -141,7 +128,7 @@ def test_state_by_name_is_all_that_a_resumed_run_needs(kind: str) -> None:
         for kind_of_state, tensor in after.state_tensors(p).items():
             assert not tensor.any()
             tensor.copy_(saved[kind_of_state])
-    steps(after, second, [3])
+    walk(after, second, [3])
     assert after.steps_done == unbroken.steps_done == 3
     for name in SHAPES:
         assert torch.equal(second[name], straight[name])

@@ -46,6 +46,13 @@ from tests.support.shipped_recipes import PLANS
 from tests.support.train_helpers import alone
 
 
+def planned(path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The answer about the one phase."""
+    assert ask(path, "--json", *arguments) == 0
+    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    return phase
+
+
 @pytest.mark.parametrize("objective", ["mae", "caption"])
 def test_operations_counted_from_shapes_are_those_of_the_real_model(objective: Any) -> None:
     shape, cost = SHAPES[objective], counted(SHAPES[objective], objective)
@@ -210,8 +217,7 @@ def test_a_recording_keeps_the_memory_of_a_micro_batch() -> None:
 
 def test_a_plan_for_fsdp2_names_the_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, run={"engine": "fsdp2", "shard_over": 8})
-    assert ask(path, "--node-link", "300", "--json") == 0
-    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    phase = planned(path, capsys, "--node-link", "300")
     assert [layout["ranks_per_copy"] for layout in phase["layouts"]] == [2, 4, 8, 16]
     assert phase["chosen"]["ranks_per_copy"] == 8 and phase["chosen"]["recorded"] is None
     assert ask(path, "--node-link", "300") == 0
@@ -223,8 +229,7 @@ def test_a_plan_for_fsdp2_names_the_copies(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_plan_says_what_is_launched_kernel_by_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def recorded(*arguments: str, **changes: Any) -> tuple[int | None, bool]:
-        assert ask(config(tmp_path, **changes), "--json", *arguments) == 0
-        (phase,) = json.loads(capsys.readouterr().out)["phases"]
+        phase = planned(config(tmp_path, **changes), capsys, *arguments)
         assert phase["layouts"][-1]["recorded"] is None, "at stage 3 nothing is"
         return phase["chosen"]["recorded"], any("kernel by kernel" in line for line in phase["advice"])
 
@@ -261,13 +266,8 @@ def test_a_plan_without_data_and_without_the_model_in_memory(
 
 
 def test_a_unit_reads_as_many_records_as_it_may_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(tmp_path)
-    raw = json.loads(path.read_text())
-    data = raw["phases"][0]["data"]
-    data |= {"unit": "patient", "rows_per_unit": 3, "expected_units": data.pop("expected_records")}
-    path.write_text(json.dumps(raw))
-    assert ask(path, "--json") == 0
-    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    units = {"unit": "patient", "rows_per_unit": 3, "expected_units": 1_000_000, "expected_records": None}
+    phase = planned(config(tmp_path, data=units), capsys)
     assert phase["reads_per_second"] == pytest.approx(3 * phase["batch"] / phase["time"]["seconds"])
 
 
@@ -290,10 +290,7 @@ def test_what_is_missing_is_asked_for_in_one_sentence(tmp_path: Path, capsys: py
     assert "--link is missing" in capsys.readouterr().err
     assert ask(path, "--tflops", "0") == 2
     assert "tflops must be a positive number" in capsys.readouterr().err
-    without = json.loads(path.read_text())
-    del without["phases"][0]["data"]["expected_records"]
-    path.write_text(json.dumps(without))
-    assert ask(path) == 2
+    assert ask(config(tmp_path, data={"expected_records": None})) == 2
     assert "expected_records" in capsys.readouterr().err
 
 
@@ -419,10 +416,7 @@ def test_no_published_recipe_is_called_useless() -> None:
 
 
 def test_a_dry_run_and_the_planner_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(tmp_path)
-    raw = json.loads(path.read_text())
-    raw["phases"][0]["privacy"] |= {"noise_multiplier": 1e8}
-    path.write_text(json.dumps(raw))
+    path = config(tmp_path, {"noise_multiplier": 1e8})
     warned = "  warning       σ = 1e+08: nothing can be learned"
     text = as_text(meaning(load(path, [])))
     assert warned in text and "nothing is measured while it trains, so nobody will see whether it learns" in text
@@ -432,17 +426,11 @@ def test_a_dry_run_and_the_planner_warn(tmp_path: Path, capsys: pytest.CaptureFi
 # What public records that are mixed in cost.
 
 
-def changed(tmp_path: Path, privacy: dict[str, Any], **phase: Any) -> Path:
-    path = config(tmp_path, model=SMALL)
-    raw = json.loads(path.read_text())
-    raw["phases"][0]["privacy"] |= {"epsilon": 1.0, "expected_batch": 4096} | privacy
-    raw["phases"][0] |= phase
-    path.write_text(json.dumps(raw))
-    return path
+BATCH = {"epsilon": 1.0, "expected_batch": 4096}
 
 
 def test_a_private_phase_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = changed(tmp_path, {"noise_multiplier": 4.0})
+    path = config(tmp_path, BATCH | {"noise_multiplier": 4.0}, model=SMALL)
     assert ask(path) == 0
     said = capsys.readouterr().out
     assert "(mae, private)" in said and "NOT PRIVATE" not in said
@@ -470,13 +458,10 @@ def test_public_records_that_are_mixed_in_take_their_time() -> None:
 
 
 def test_mixed_records_are_in_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = changed(tmp_path, {}, mixing=mixing(2048))
+    path = config(tmp_path, BATCH, {"mixing": mixing(2048)}, model=SMALL)
     assert ask(path) == 0
     assert "4,096 records and 2,048 public ones mixed in per step" in capsys.readouterr().out
-    assert ask(path, "--json") == 0
-    (phase,) = json.loads(capsys.readouterr().out)["phases"]
-    assert ask(changed(tmp_path, {}), "--json") == 0
-    (without,) = json.loads(capsys.readouterr().out)["phases"]
+    phase, without = planned(path, capsys), planned(config(tmp_path, BATCH, model=SMALL), capsys)
     public = phase["time"]["compute"] - without["time"]["compute"]
     # On 16 GPUs, 128 records each at the price of a non-private step.
     assert phase["mixed"] == 2048 and public == pytest.approx(128 * phase["cost"]["step_flops"] / 100e12)
@@ -485,13 +470,9 @@ def test_mixed_records_are_in_the_answer(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_mixing_does_not_advise_a_stage_that_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     big = {"family": "mae", "size": "base", "width": 4096, "heads": 16, "depth": 3}
-    for more, advised in (({}, True), ({"mixing": mixing(64)}, False)):
-        path = changed(tmp_path, {}, **more)
-        raw = json.loads(path.read_text()) | {"model": big, "zero_optimization": {"stage": 0}}
-        raw["train_micro_batch_size_per_gpu"] = 128
-        path.write_text(json.dumps(raw))
-        assert ask(path, "--memory", "20" if not more else "26", "--json") == 0
-        (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    settings = {"model": big, "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 128}
+    for more, room, advised in (({}, "20", True), ({"mixing": mixing(64)}, "26", False)):
+        phase = planned(config(tmp_path, BATCH, more, **settings), capsys, "--memory", room)
         assert any("stage = 1" in line for line in phase["advice"])
         assert any("stage = 3" in line for line in phase["advice"]) == advised
 
@@ -616,43 +597,37 @@ def test_advised_micro_batches_waste_less_in_simulated_draws(
     assert drawn.even(gpus, 0) == 0
 
 
-def advised(tmp_path: Path, capsys: Any, changes: dict[str, Any], micro_batch: int, *more: str) -> dict[str, Any]:
-    path = config(tmp_path, train_micro_batch_size_per_gpu=micro_batch, model=SMALL)
-    raw = json.loads(path.read_text())
-    phase = raw["phases"][0]
-    phase["privacy"] |= changes.pop("privacy", {})
-    phase |= changes
-    if phase["privacy"] is None or "batch" in phase:
-        del phase["privacy"]
-        phase["data"]["public"] = True
-    path.write_text(json.dumps(raw))
-    assert ask(path, "--json", *more) == 0
-    return json.loads(capsys.readouterr().out)["phases"][0]
+def advised(tmp_path: Path, capsys: Any, micro_batch: int, *more: str, public: int | None = None) -> dict[str, Any]:
+    """What is said of private batches of 4096, or of public ones."""
+    changes: dict[str, Any] = {"privacy": {"expected_batch": 4096}}
+    if public is not None:
+        changes = {"phase": {"privacy": None, "batch": public}, "data": {"public": True}}
+    path = config(tmp_path, train_micro_batch_size_per_gpu=micro_batch, model=SMALL, **changes)
+    return planned(path, capsys, *more)
 
 
 def test_a_private_phase_is_not_sent_to_the_mean_of_its_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    found = advised(tmp_path, capsys, {"privacy": {"expected_batch": 4096}}, 32, "--gpus", "128")
+    found = advised(tmp_path, capsys, 32, "--gpus", "128")
     assert found["time"]["rows"] == pytest.approx(1.5, abs=0.01) and found["micro_batch"] == 32
     assert found["batch"] == pytest.approx(4096, abs=0.1) and found["batch_spread"] == pytest.approx(64, rel=0.01)
     # Four standard deviations are 256 records, two for each GPU.
     assert found["chosen"]["micro_batch"] == 34
     assert "33% of the slots are padding: train_micro_batch_size_per_gpu = 34 leaves 6%" in found["advice"]
-    better = advised(tmp_path, capsys, {"privacy": {"expected_batch": 4096}}, 34, "--gpus", "128")
+    better = advised(tmp_path, capsys, 34, "--gpus", "128")
     assert better["time"]["rows"] == pytest.approx(1, abs=0.01) and "padding" not in "".join(better["advice"])
     assert better["time"]["compute"] < 0.75 * found["time"]["compute"]
-    public = advised(tmp_path, capsys, {"batch": 4096}, 32, "--gpus", "128")
+    public = advised(tmp_path, capsys, 32, "--gpus", "128", public=4096)
     assert public["time"]["rows"] == 1 and public["chosen"]["micro_batch"] == 32
     assert "padding" not in "".join(public["advice"])
 
 
 def test_what_fits_fills_its_rows_evenly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    batch = {"privacy": {"expected_batch": 4096}}
-    wanted = advised(tmp_path, capsys, dict(batch), 8, "--gpus", "16")
+    wanted = advised(tmp_path, capsys, 8, "--gpus", "16")
     memory, cost = wanted["chosen"]["memory"], wanted["cost"]["kept_bytes"] + wanted["cost"]["working_bytes"]
     room = (memory["stays"] + memory["gathered"] + 256.5 * cost) / 2**30
-    found = advised(tmp_path, capsys, dict(batch), 1024, "--gpus", "16", "--memory", str(room), "--free", "0")
+    found = advised(tmp_path, capsys, 1024, "--gpus", "16", "--memory", str(room), "--free", "0")
     # 256 fit, which is the mean of a rank's draws: a second row would be all but empty, every second step.
     assert found["chosen"]["micro_batch"] == 256
     assert found["micro_batch"] == 136 and "set train_micro_batch_size_per_gpu to 136" in found["advice"]
@@ -661,5 +636,5 @@ def test_what_fits_fills_its_rows_evenly(tmp_path: Path, capsys: pytest.CaptureF
 def test_padding_that_no_micro_batch_saves_asks_for_fewer_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    found = advised(tmp_path, capsys, {"batch": 10}, 1, "--gpus", "8")
+    found = advised(tmp_path, capsys, 1, "--gpus", "8", public=10)
     assert "38% of the slots are padding: use fewer GPUs" in found["advice"]

@@ -23,9 +23,8 @@ from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.stop import Stopped
 from murmuration.train.engines.forward import PlainForward
-from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.update import PlainUpdate
-from murmuration.train.step import PlainStep, PrivateStep, Records
+from murmuration.train.step import PlainStep, Records
 from tests.support.step_world import DIGEST_KEY, KEY, RECORDS, Stop, journal_at, kinds, read, step_of, weights
 from tests.support.train_helpers import LocalEngine, Toy, alone, on_ranks, plan_for, private_engine, toy_batch
 from tests.support.whole_history import steps_of
@@ -218,51 +217,30 @@ def test_ranks_that_drew_different_records_stop(tmp_path: Path, plan: PrivacyPla
     assert kinds(journal) == []
 
 
-def test_altered_parts_are_refused_before_anything_is_computed(tmp_path: Path, plan: PrivacyPlan) -> None:
-    """K, C, sigma and the divisor inside the acting objects, changed after the plan was frozen."""
-
-    def run(name: str, change: Any = None, **changes: Any) -> None:
-        folder = tmp_path / name
-        folder.mkdir()
-        journal = journal_at(folder, plan)
-        step, _ = step_of(alone(), journal, plan, **changes)
-        if change is not None:
-            change(step)
-        try:
-            step.run(1, 1e-2)
-        finally:
-            assert kinds(journal) == ([] if name != "honest" else ["open", "commit"])
-
-    run("honest")
-    with pytest.raises(LedgerError, match="states n = 300"):
-        run("records", sampler=make_sampler(plan.sampling, KEY, DIGEST_KEY, 300))
-    with pytest.raises(LedgerError, match="draws a Poisson sample"):
-        run("K", sampler=PoissonSampler(KEY, DIGEST_KEY, plan.records, 2**31))
-
-    def larger_c(step: PrivateStep) -> None:
-        rule = step.clip.rule
-        object.__setattr__(rule, "bound", 2 * rule.bound)
-
-    with pytest.raises(LedgerError, match="states the sensitivity"):
-        run("C", larger_c)
-
-    def less_noise(step: PrivateStep) -> None:
-        step.noise.std *= 0.5
-
-    with pytest.raises(LedgerError, match="states the deviation of the noise"):
-        run("sigma", less_noise)
-
-    def other_divisor(step: PrivateStep) -> None:
-        step.noise.divisor = 19.0
-
-    with pytest.raises(LedgerError, match="states the divisor = 19"):
-        run("divisor", other_divisor)
-
-    def no_noise(step: PrivateStep) -> None:
-        step.noise.std = 0.0
-
-    with pytest.raises((LedgerError, ValueError)):
-        run("no noise", no_noise)
+@pytest.mark.parametrize(
+    ("sampler", "change", "message"),
+    [
+        (lambda plan: make_sampler(plan.sampling, KEY, DIGEST_KEY, 300), None, "states n = 300"),
+        (lambda plan: PoissonSampler(KEY, DIGEST_KEY, plan.records, 2**31), None, "draws a Poisson sample"),
+        (None, lambda step: object.__setattr__(step.clip.rule, "bound", 2 * step.clip.rule.bound),
+         "states the sensitivity"),
+        (None, lambda step: setattr(step.noise, "std", 0.5 * step.noise.std), "states the deviation of the noise"),
+        (None, lambda step: setattr(step.noise, "std", 0.0), ""),
+        (None, lambda step: setattr(step.noise, "divisor", 19.0), "states the divisor = 19"),
+    ],
+    ids=["records", "K", "C", "sigma", "no noise", "divisor"],
+)  # fmt: skip
+def test_altered_parts_are_refused_before_anything_is_computed(
+    tmp_path: Path, plan: PrivacyPlan, sampler: Any, change: Any, message: str
+) -> None:
+    """Inside the acting objects, changed after the plan was frozen."""
+    journal = journal_at(tmp_path, plan)
+    step, _ = step_of(alone(), journal, plan, **({} if sampler is None else {"sampler": sampler(plan)}))
+    if change is not None:
+        change(step)
+    with pytest.raises(LedgerError if message else (LedgerError, ValueError), match=message):
+        step.run(1, 1e-2)
+    assert kinds(journal) == []
 
 
 @pytest.mark.parametrize("what", ["std", "divisor", "bound", "elements"])
@@ -310,12 +288,6 @@ def test_the_largest_sensitivity_that_any_rank_summed_with_is_charged(
         on_ranks(2, act)
     (facts,) = steps_of(journal).committed.values()
     assert facts.clipping.sensitivity == 3.0
-
-
-def test_noise_of_two_steps_and_two_segments_differs(plan: PrivacyPlan) -> None:
-    first = AESNoise.of(b"1" * 32, plan).draw(1, 0, 0, 50)
-    assert not np.array_equal(first, AESNoise.of(b"1" * 32, plan).draw(2, 0, 0, 50))
-    assert not np.array_equal(first, AESNoise.of(b"2" * 32, plan).draw(1, 0, 0, 50))
 
 
 def test_the_divisor_does_not_follow_the_batch(tmp_path: Path, plan: PrivacyPlan) -> None:
