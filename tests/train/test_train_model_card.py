@@ -24,7 +24,9 @@ def test_the_card_bounds_nothing_without_a_promise_that_stands(
 ) -> None:
     monkeypatch.setattr(card, "_task", lambda finished: "text-generation")
     monkeypatch.setattr(card, "_what", lambda finished: "A model")
-    finished: Any = SimpleNamespace(model=SimpleNamespace(shape=SimpleNamespace(reads_texts=True)), class_names=())
+    finished: Any = SimpleNamespace(
+        model=SimpleNamespace(shape=SimpleNamespace(reads_texts=True)), class_names=(), closer=False
+    )
     certificate = {
         "run": "tiny", "claim": {"private": claim[0], "statement": claim[1]}, "signature": {"public_key": "ab"},
         "unit": "one record", "adjacency": "zero-out", **({"audit": audit} if audit else {}),
@@ -42,7 +44,9 @@ def test_a_measurement_that_chose_the_weights_is_said_to_be_too_favourable(
 ) -> None:
     monkeypatch.setattr(card, "_task", lambda finished: "text-generation")
     monkeypatch.setattr(card, "_what", lambda finished: "A model")
-    finished: Any = SimpleNamespace(model=SimpleNamespace(shape=SimpleNamespace(reads_texts=True)), class_names=())
+    finished: Any = SimpleNamespace(
+        model=SimpleNamespace(shape=SimpleNamespace(reads_texts=True)), class_names=(), closer=False
+    )
     certificate = {
         "run": "tiny", "claim": {"private": True, "statement": CLAIM}, "signature": {"public_key": "ab"},
         "unit": "one record", "adjacency": "zero-out",
