@@ -47,7 +47,7 @@ def _run(request: Request, sharing: Sharing, device: torch.device) -> str:
     model = opened(subject, headless=request.protocol.learns)
     model.model.to(device)
     computing = Computing(device, arguments.precision, arguments.micro_batch, workers)
-    session = Session(subject, model, computing, request.view, arguments.out, sharing)
+    session = Session(subject, model, computing, request.view or model.view, arguments.out, sharing)
     outcome = import_module(request.protocol.module).run(session, Work(arguments, records, classes, opened))
     write(outcome, arguments.out)
     rmtree(arguments.out / FOLDER, ignore_errors=True)

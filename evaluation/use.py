@@ -17,6 +17,7 @@ from torch import Tensor
 
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.escaping import printable
+from murmuration.data.decode.augment import view_in_words
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.index.folders import IMAGES
 from murmuration.evaluation.errors import EvaluationError
@@ -102,8 +103,7 @@ def write_page(model: LoadedModel, said: Predictions, path: Path) -> None:
     certificate, notes = certificate_of(model.subject, model.found.certified)
     told = {"what": model.subject.path.resolve().name, "form": model.subject.kind, "digest": model.found.digest}
     data = {"own pictures": {"records": len(said.rows), "unreadable": len(said.bad)}}
-    settings = {"view": "resize-crop", **model.view._asdict()}
-    result = Result("use", settings, told | model.found.description, certificate, data, notes=notes)
+    result = Result("use", view_in_words(model.view), told | model.found.description, certificate, data, notes=notes)
     tiles = [Tile(png, text, small) for png, text, small in said.tiles]
     with atomic(path, OWNER_ALONE) as file:
         file.write(page_of(Outcome(result, tiles)).encode("utf-8", "backslashreplace"))

@@ -63,9 +63,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--data", required=True, help="an index, a folder of pictures, or a picture")
     data.add_argument("--public", action="store_true", help="say that these records are public, which they must be")
     data.add_argument("--public-part", action="store_true", help="only the part of them that was made public")
-    data.add_argument("--view", choices=("resize-crop", "center"), default="resize-crop",
-                      help="resize-crop: resize, then crop the middle, as published; center: all of the middle square, "
-                      "as during training")  # fmt: skip
+    data.add_argument("--view", choices=("resize-crop", "center"),
+                      help="resize-crop: resize, then crop the middle, as published; center: all of the middle square; "
+                      "default: as the model's own run measured, or else as published")  # fmt: skip
     data.add_argument("--resize", type=count, help="shorter side before the crop (default 256)")
     data.add_argument("--crop", type=count, help="side of the crop (default 224); for a model of another side, both "
                       "are scaled alike")  # fmt: skip
@@ -168,15 +168,17 @@ def _pixels_of(text: str | None) -> NamedPixels | PixelSettings | None:
         ) from None
 
 
-def _view_of(arguments: argparse.Namespace) -> Augment:
+def _view_of(arguments: argparse.Namespace) -> Augment | None:
     from murmuration.data.decode.augment import ResizeCrop, require_known
 
     if arguments.view == "center":
         if arguments.resize or arguments.crop:
             raise EvaluationError("--view center neither resizes nor crops; leave --resize and --crop out, or the view")
         return "center"
-    given = {name: getattr(arguments, name) for name in ResizeCrop._fields}
-    view = ResizeCrop(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name in ResizeCrop._fields if (value := getattr(arguments, name)) is not None}
+    if not given and arguments.view is None:
+        return None
+    view = ResizeCrop(**given)
     try:
         require_known(view)
     except ValueError as error:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -37,7 +38,25 @@ class ResizeCrop(NamedTuple):
     crop: int = 224
 
 
+PUBLISHED = ResizeCrop()
 Augment = AugmentKind | ResizeCrop
+SteadyView = Literal["center"] | ResizeCrop
+"""A view that is the same each time: all of the middle square, or a closer part."""
+
+
+def view_in_words(view: Augment) -> dict[str, Any]:
+    return {"view": "resize-crop", **view._asdict()} if isinstance(view, ResizeCrop) else {"view": view}
+
+
+def view_from(told: Mapping[str, Any]) -> SteadyView:
+    """What `view_in_words` wrote."""
+    if told == view_in_words("center"):
+        return "center"
+    view = ResizeCrop(int(told["resize"]), int(told["crop"]))
+    if told != view_in_words(view):
+        raise ValueError(f"view {told!r:.80} is unknown")
+    require_known(view)
+    return view
 
 
 def require_known(augment: Augment) -> None:

@@ -96,6 +96,9 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         root = where if is_url(where) else target / where
         found = Manifest(target, head["kind"], root, _count(head["records"]), shards, head)
     except FileNotFoundError as error:
+        if not is_url(name := os.fspath(folder)) and not Path(name).exists():
+            how = mend(folder).removeprefix("build it with: ")
+            raise ShardError(f"{name}: no such folder; name another, or put the records there, then {how}") from error
         raise ShardError(f"{target}: no index here; {mend(folder)}") from error
     except ShardError:
         raise

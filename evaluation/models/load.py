@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from murmuration.data.decode.augment import ResizeCrop, mask_noise
+from murmuration.data.decode.augment import SteadyView, mask_noise
 from murmuration.data.decode.record import PictureMaker
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.text.encoder import TextEncoder
@@ -41,7 +41,7 @@ class LoadedModel(nn.Module):
         super().__init__()
         self.subject, self.found = subject, found
         self.body: Model = found.model
-        self.view = ResizeCrop()
+        self.view: SteadyView = found.view
         self.eval()
 
     @property
@@ -73,8 +73,8 @@ class LoadedModel(nn.Module):
         return open_text(self.subject, self.found, None)
 
     def see(self, pictures: Sequence[str | os.PathLike[str] | bytes]) -> Tensor:
-        """Files, or the bytes of files -> [B, 3, side, side]: the shorter side resized to 256/224 of the model's, the
-        middle cut out, colours normalised. BadRecord for what is no picture."""
+        """Files, or the bytes of files -> [B, 3, side, side]: `view` of each, colours normalised. BadRecord for what is
+        no picture."""
         maker = PictureMaker(self.image_size, self.view)
         read = [data if isinstance(data, bytes) else Path(data).read_bytes() for data in pictures]
         cut = np.stack([maker.make(data, 0, 0) for data in read])

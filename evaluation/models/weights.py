@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from murmuration.accounting.certificate.weights import AVERAGED, read_lists
+from murmuration.data.decode.augment import PUBLISHED, SteadyView
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.data.text.vocabulary import TokenizerError
@@ -69,6 +70,8 @@ class Evaluated:
     """SHA-256 of the file of weights, or of the checkpoint's manifest."""
     report: LoadReport
     pixels: Normalisation = IMAGENET
+    view: SteadyView = PUBLISHED
+    """By which its run measured, where a note beside the weights says so; the published one otherwise."""
     tokenizer: str | None = None
     """The one trained with, where a note beside the weights names it."""
     class_names: tuple[str, ...] = ()
@@ -161,7 +164,9 @@ def open_model(
         found.report.notes.append(f"{known.by} names another view ({known.view}); --resize and --crop choose the view")
     certified = _is_certified(subject.certified, state)
     if note is not None:
-        found = replace(found, tokenizer=note.tokenizer, class_names=note.class_names)
+        found = replace(found, tokenizer=note.tokenizer, class_names=note.class_names, view=note.view or found.view)
+    elif subject.config is not None:
+        found = replace(found, view=subject.config.phases[-1].view or found.view)
     return replace(found, pixels=statistics, certified=certified)
 
 

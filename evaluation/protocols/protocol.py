@@ -53,7 +53,8 @@ class Request:
     arguments: Namespace
     subject: Subject
     places: dict[str, RecordsPlace]
-    view: Augment
+    view: Augment | None
+    """None: the model's own."""
     pixels: NamedPixels | PixelSettings | None
     """What --pixels says."""
     readers: Callable[[], tuple[Reader, ...]] = tuple

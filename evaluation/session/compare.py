@@ -125,9 +125,13 @@ def plot(lines: list[Line], path: Path, by: Axis = "epsilon") -> None:
     with rc_context({"svg.hashsalt": "murmuration", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(6, 4), layout="constrained")
         axis: Any = figure.subplots()
+        # An ε says nothing without its δ: on the axis if it is one for all, at each point otherwise.
+        deltas = {line.delta for line in shares if line.delta is not None} if by == "epsilon" else set()
+        common = f" at δ = {show_delta(*deltas)}" if len(deltas) == 1 else ""
         for line in shares:
-            _draw(axis, line, line.places.get(by))
-        axis.set(xlabel=AXES[by], ylabel="accuracy, with 95 % interval", ylim=(0, 1))
+            claim = [line.privacy] if line.refuted or (len(deltas) > 1 and line.epsilon is not None) else []
+            _draw(axis, line, line.places.get(by), claim)
+        axis.set(xlabel=AXES[by] + common, ylabel="accuracy, with 95 % interval", ylim=(0, 1))
         if by == "epsilon":
             axis.set_xlim(left=0)
         elif any(line.places.get(by) for line in shares):
@@ -135,9 +139,9 @@ def plot(lines: list[Line], path: Path, by: Axis = "epsilon") -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def _draw(axis: Any, line: Line, place: float | None) -> None:
+def _draw(axis: Any, line: Line, place: float | None, claim: list[str]) -> None:
     value, of = line.number["value"], line.measure.partition(", ")[2]
-    name = printable(", ".join(filter(None, (line.model, line.protocol, of))))
+    name = printable(", ".join(filter(None, (line.model, line.protocol, of, *claim))))
     if place is None:
         axis.axhline(value, color=GREY, linestyle="--", linewidth=1)
         axis.text(1, value, name, transform=axis.get_yaxis_transform(), ha="right", va="bottom", parse_math=False)

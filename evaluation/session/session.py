@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
-from murmuration.data.decode.augment import Augment, ResizeCrop
+from murmuration.data.decode.augment import Augment, view_in_words
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.index.folders import FolderIndex
 from murmuration.data.index.keyed_digest import ledger_digests
@@ -94,11 +94,9 @@ class Session:
         certificate, notes = certificate_of(self.subject, self.model.certified)
         told = {"what": self.subject.path.resolve().name, "form": self.subject.kind, "digest": self.model.digest}
         used = {name: {"digest": digest_for_all(part.index), "records": len(part.ids)} for name, part in data.items()}
-        view = self.view
-        seen = {"view": "resize-crop", **view._asdict()} if isinstance(view, ResizeCrop) else {"view": view}
         all_settings = {
-            **seen, "precision": self.computing.precision, "micro_batch": self.computing.micro_batch,
-            **settings,
+            **view_in_words(self.view), "precision": self.computing.precision,
+            "micro_batch": self.computing.micro_batch, **settings,
         }  # fmt: skip
         notes += [f"{self.model.report.source}: {note}." for note in self.model.report.notes]
         return Result(protocol, all_settings, told | self.model.description, certificate, used, notes=notes)

@@ -23,7 +23,7 @@ from murmuration.model.released import load_dpcap, load_vip_mae
 from murmuration.model.weight_files import read_weights
 from murmuration.train.commands import export
 from tests.support import forking
-from tests.support.evaluation_world import class_folders, class_list, shards, tokenizer
+from tests.support.evaluation_world import class_folders, class_list, evaluate, result, shards, tokenizer
 from tests.support.foreign_models import ENCODER, TIMM_TOYS
 from tests.support.launching import ROOT, Launch
 
@@ -214,11 +214,25 @@ def test_each_export_says_what_is_promised_and_holds_no_key(root: Path) -> None:
             page = (out / "README.md").read_text()
             assert claim in page and "license: unknown" in page and "loss on public held-out records" in page
             assert ("top-1" in page) == (kind == "classify")
-            assert "own view is the middle square" in page and "shorter side resized to" in page
+            assert "the shorter side resized to 16 (bicubic), the middle 16 x 16" in page and "closer view" not in page
             assert (out / "certificate.md").is_file() and verify(out).claimed is not None
             assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644}
             assert stat.S_IMODE(out.stat().st_mode) == 0o755
             assert not any(key in path.read_bytes() for path in out.iterdir())
+
+
+def test_pictures_are_seen_as_the_run_measured_them(root: Path, tmp_path: Path) -> None:
+    """Weights that were trained on whole pictures and measured on closer crops lose several points of accuracy."""
+    assert json.loads((root / "classify-timm" / "config.json").read_text())["pretrained_cfg"]["crop_pct"] == 1
+    sizes = json.loads((root / "classify-hf" / "preprocessor_config.json").read_text())
+    assert sizes["size"]["shortest_edge"] == sizes["crop_size"]["height"] == 16
+    assert murmuration.load(root / "classify-safetensors").view == "center"
+    common = ["--public", "--data", root / "public"]
+    for number, (asked, view) in enumerate((([], "center"), (["--resize", 384], "resize-crop"))):
+        for name in ("classify-run", "classify-safetensors"):
+            out = tmp_path / f"{number} {name}"
+            assert evaluate("classify", root / name, *common, *asked, "--out", out) == 0
+            assert result(out)["settings"]["view"] == view
 
 
 def test_verify_follows_renamed_tensors_and_finds_another_one(root: Path, tmp_path: Path) -> None:

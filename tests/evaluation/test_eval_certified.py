@@ -16,7 +16,7 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.sampling import CyclicPoisson
 from murmuration.evaluation.measures.interval import mean, share
-from murmuration.evaluation.session.compare import lines_of, table
+from murmuration.evaluation.session.compare import Line, lines_of, plot, table
 from murmuration.evaluation.session.result import Outcome, Result, certificate_of, shown, statement, write
 from tests.support.acc_world import KEY, PLAN, begin, certified, document_of, train, whole_run
 
@@ -52,6 +52,23 @@ def with_a_late_plan(folder: Path) -> Journal:
     journal.declare_plan(1, "second", PLAN, {})
     journal.finish()
     return journal
+
+
+def test_a_plot_says_at_which_delta_an_epsilon_holds(tmp_path: Path) -> None:
+    def drawn(*claims: tuple[float, bool]) -> str:
+        lines = [
+            Line(f"m{number}", "probe", "top-1", {"value": 0.5, "low": 0.4, "high": 0.6}, 2.0, delta, refuted, True, "")
+            for number, (delta, refuted) in enumerate(claims)
+        ]
+        for line in lines:
+            line.places["epsilon"] = line.epsilon
+        plot(lines, tmp_path / "plot.svg")
+        return (tmp_path / "plot.svg").read_text()
+
+    assert "ε at δ = 1e-05" in drawn((1e-5, False), (1e-5, False))
+    both = drawn((1e-5, False), (1e-6, True))
+    assert "m0, probe, ε = 2 at δ = 1e-05" in both and "m1, probe, ε = 2 at δ = 1e-06, REFUTED" in both
+    assert "ε at δ" not in both and "REFUTED" in drawn((1e-5, True))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setattr(card, "_what", lambda finished: "A model")
 
     def written(certificate: dict[str, Any], measured: dict[str, float] | None = None, *chosen: bool) -> str:
-        finished: Any = SimpleNamespace(model=SimpleNamespace(shape=SimpleNamespace(reads_texts=True)), class_names=())
+        model = SimpleNamespace(shape=SimpleNamespace(reads_texts=True))
+        finished: Any = SimpleNamespace(model=model, class_names=(), closer=False)
         whole = {"run": "tiny", "claim": {"private": True, "statement": CLAIM}, "signature": {"public_key": "ab"},
                  "unit": "one record", "adjacency": "zero-out", **certificate}  # fmt: skip
         card.write_card(tmp_path, finished, Loading("hf", "load()\n", ()), whole, measured or {}, "unknown", *chosen)

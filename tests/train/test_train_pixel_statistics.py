@@ -18,7 +18,7 @@ from timm.models._hub import save_for_hf
 from torch import Tensor
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
-from murmuration.data.decode.augment import ResizeCrop
+from murmuration.data.decode.augment import ResizeCrop, view_from, view_in_words
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.evaluation.models.subject import Subject
@@ -267,6 +267,22 @@ def test_training_evaluates_the_whole_middle_unless_a_view_is_given(read: Callab
     assert all(spec.augment != ResizeCrop() for spec in specs(read(None, resize=256))[:-1]), "training is as it was"
     with pytest.raises(ValueError, match="give 1 ≤ crop ≤ resize"):
         read(None, resize=200)
+
+
+def test_a_model_keeps_the_view_of_its_evaluation_or_of_training_without_crops(read: Callable[..., Config]) -> None:
+    def view(augment: str, **given: int) -> Any:
+        raw = read(None, **given).model_dump(mode="json", by_alias=True, exclude_unset=True)
+        raw["phases"][-1]["data"]["augment"] = augment
+        phase = Config.model_validate_json(json.dumps(raw)).phases[-1]
+        told = {} if phase.view is None else {"view": view_in_words(phase.view)}
+        assert phase.view == (view_from(told["view"]) if told else None)
+        return phase.view
+
+    assert view("none") == view("center") == "center" and view("random_resized_crop") is None
+    assert view("none", resize=384, crop=256) == view("inception_crop", resize=384, crop=256) == ResizeCrop(384, 256)
+    for odd in ({"view": "none"}, {"view": "resize-crop", "resize": 1, "crop": 2}, {"resize": 2, "crop": 1}):
+        with pytest.raises((ValueError, KeyError), match=r"view|crop|resize"):
+            view_from(odd)
 
 
 def test_the_view_shapes_a_phase_that_ends_at_a_plateau_of_it(read: Callable[..., Config]) -> None:

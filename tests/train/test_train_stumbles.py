@@ -72,13 +72,19 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
         ["export", "empty", "out"], "empty has no ledger.jsonl; name the run directory of a finished run",
     ),
     "an export of nothing": (["export", "nowhere", "out"], "nowhere has no ledger.jsonl; name the run directory"),
-    "records that were not indexed": (
+    "records that are nowhere": (
         ["train", "--config", str(DEMO), "--set", "phases.0.data.path=nowhere"],
-        "phases.0.data.path: {here}/nowhere: no index here; build it with: python launch/prepare.py index {here}/",
+        "phases.0.data.path: {here}/nowhere: no such folder; name another, or put the records there, then python "
+        "launch/prepare.py index {here}/nowhere",
+    ),
+    "records that were not indexed": (
+        ["train", "--config", str(DEMO), "--set", "phases.0.data.path=empty"],
+        "phases.0.data.path: {here}/empty: no index here; build it with: python launch/prepare.py index {here}/",
     ),
     "a first config of records that were not indexed": (
         ["init", "caption", "--data", "no where", "--epsilon", "8"],
-        "--data: no where: no index here; build it with: python launch/prepare.py index 'no where'",
+        "--data: no where: no such folder; name another, or put the records there, then python launch/prepare.py index "
+        "'no where'",
     ),
     "class folders of private records without a list": (
         ["train", "--config", "folders.json"], "name data.classes, a file with one class per line",

@@ -19,10 +19,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         epilog="Needs neither the data nor memory for the model; data.expected_records stands in for the data.",
     )
     add_config(parser, launched=False)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs in all")
-    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of one GPU")
     parser.add_argument(
-        "--tflops", type=float, required=True, metavar="T",
+        "--together",
+        type=float,
+        metavar="EPSILON",
+        help="instead, for several private phases: how they best share this ε; needs no option but --config",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs in all")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of one GPU")
+    parser.add_argument(
+        "--tflops", type=float, metavar="T",
         help="TFLOP/s that one GPU sustains in products of the config's precision: less than its data sheet says",
     )  # fmt: skip
     parser.add_argument(
@@ -37,7 +43,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         "rank's processor (default: measured here, now)")  # fmt: skip
     parser.add_argument("--free", type=float, default=0.1, metavar="SHARE", help="memory to leave free (default 0.1)")
     parser.add_argument("--json", action="store_true", help="one JSON document")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    lacking = [f"--{name}" for name in ("gpus", "memory", "tflops") if getattr(arguments, name) is None]
+    if lacking and arguments.together is None:
+        parser.error(f"the following arguments are required: {', '.join(lacking)}")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     from murmuration.train.config.load import load
 
     try:
-        if arguments.link is None and arguments.gpus > 1:
+        if arguments.together is None and arguments.link is None and arguments.gpus > 1:
             raise InputError("--link is missing: GPUs exchange gradients; give the GB/s of the slowest link")
         if arguments.rate is not None and not arguments.rate > 0:
             raise InputError(f"--rate must be a positive number of records per second, but is {arguments.rate}")
@@ -57,10 +67,15 @@ def main(argv: list[str] | None = None) -> int:
     from murmuration.train.distributed.process import quiet_libraries
     from murmuration.train.planner.cluster import Cluster
     from murmuration.train.planner.forecast import forecast
+    from murmuration.train.planner.split import split
     from murmuration.train.planner.text import as_json, as_text
 
     quiet_libraries()
     try:
+        if arguments.together is not None:
+            found = split(config, arguments.together)
+            print(found.as_json() if arguments.json else found.as_text())
+            return DONE
         cluster = Cluster(
             arguments.gpus, arguments.memory, arguments.tflops, arguments.link or 1.0,
             arguments.noise_rate or measured_noise_rate(), arguments.free, arguments.node_link,

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.plan import require_together
-from murmuration.data.decode.augment import AREAS, ResizeCrop, require_known
+from murmuration.data.decode.augment import AREAS, ResizeCrop, SteadyView, require_known
 from murmuration.train.config.data import CheckpointData, Data, HeldOutData, ShardData, StreamData, SyntheticData
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams, Schedule
 from murmuration.train.config.privacy import ALL, Clip, Privacy
@@ -100,7 +100,7 @@ class Evaluation(Section):
         return self
 
     @property
-    def view(self) -> Literal["center"] | ResizeCrop:
+    def view(self) -> SteadyView:
         """What is shown of a picture: the published view where one of its two numbers is given."""
         if self.resize is None and self.crop is None:
             return "center"
@@ -336,6 +336,16 @@ class Phase(Section):
         if privacy.clip != Clip():
             return "has sums to which no record adds more than 1; leave privacy.clip out"
         return None
+
+    @property
+    def view(self) -> SteadyView | None:
+        """By which its model is to see pictures later: as it is evaluated, or as it was trained where that was without
+        crops. None: the published view, which suits training by random crops."""
+        if self.objective == "text":
+            return None
+        if self.evaluation is not None and self.evaluation.view != "center":
+            return self.evaluation.view
+        return None if getattr(self.data, "augment", None) in AREAS else "center"
 
     def _of_streams(self) -> str | None:
         if self.privacy is not None:

@@ -53,6 +53,7 @@ def write_card(
         measured=[(_title(name), f"{value:.4f}") for name, value in measured.items() if name != SIGNAL],
         chosen=chosen,
         pixels=None if finished.model.shape.reads_texts else _pixels(finished),
+        closer=finished.closer,
         classes=len(finished.class_names),
     )
     (out / NAME).write_text(page, encoding="utf-8")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from murmuration.accounting.certificate.weights import RENAMED
 from murmuration.accounting.errors import FIRST, RunError
-from murmuration.data.decode.augment import ResizeCrop
+from murmuration.data.decode.augment import PUBLISHED, ResizeCrop
 from murmuration.model.build import Model, build
 from murmuration.model.fill import WeightEntries
 from murmuration.model.foreign_config import Preprocessing
@@ -49,6 +49,8 @@ class Finished:
     """Weights that the last phase trained, the adapters among them that are merged into `model`."""
     prefix: str = ""
     """Prefix of the averages' names in the certificate's list."""
+    closer: bool = False
+    """Whether `seen` shows less of a picture than the run measured on."""
 
     @staticmethod
     def of(loaded: Loaded, root: Path, weights: Mapping[str, Tensor], prefix: str = "") -> Finished:
@@ -66,13 +68,16 @@ class Finished:
             raise ExportError(f"{root}: {str(error).rstrip('.')}") from None
         if report.left_as_initialised:
             raise ExportError(f"{root}: the checkpoint lacks {report.left_as_initialised[0]}; restore it")
-        view, pixels = ResizeCrop(), of_manifest(loaded.manifest, loaded.position.folder)
+        pixels = of_manifest(loaded.manifest, loaded.position.folder)
+        view = ResizeCrop(1, 1) if note.view == "center" else note.view or PUBLISHED
         seen = Preprocessing(view.resize, view.crop, pixels.mean, pixels.std)
         model.eval().requires_grad_(False)
         solved = any(name.endswith(f".{SOLVING}") for name in weights)  # its sums are no weights of the model
         names = HEAD if solved else loaded.names(checkpoint_read.WEIGHTS)
         trained = sum(weights[name].numel() for name in names)
-        return Finished(model, weights, seen, note.class_names, note.tokenizer, trained, prefix)
+        return Finished(
+            model, weights, seen, note.class_names, note.tokenizer, trained, prefix, closer=note.view is None
+        )
 
 
 # The files that all forms of other packages have: what says how to load them, JSON, and weights whose certified names

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from murmuration.accounting.certificate.provenance import KEY as PROVENANCE
 from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels
+from murmuration.data.decode.augment import PUBLISHED
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named import LIBRARIES, OF_IMAGES, PREPROCESSOR, PROCESSOR, statistics_of
@@ -36,7 +37,7 @@ KEY = "pixels"
 METADATA = "murmuration-pixels"
 SAME = 1e-6
 RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
-PUBLISHED_CROP = 224 / 256
+PUBLISHED_CROP = PUBLISHED.crop / PUBLISHED.resize
 
 
 @dataclass(frozen=True)

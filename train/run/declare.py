@@ -85,5 +85,8 @@ def segment_of(run: RunContext, phase: ReadyPhase, done: int) -> Segment:
 
 def header(run: RunContext, phase: ReadyPhase) -> dict[str, Any]:
     told = run.header(phase.number, run.contents(phase)["data"], phase.settings.objective)
-    told |= described(run.config.model, phase.text, phase.settings.tokenizer, run.folder.root, phase.label_list)
+    settings = phase.settings
+    told |= described(
+        run.config.model, phase.text, settings.tokenizer, run.folder.root, phase.label_list, settings.view
+    )  # fmt: skip
     return told | as_json(phase.pixels)

@@ -1,4 +1,5 @@
-"""What weights do not show, written beside them: the config's model section, the tokenizer and the list of classes.
+"""What weights do not show, written beside them: the config's model section, the tokenizer, the list of classes, and
+the view of a picture by which the run measured.
 
 A checkpoint's manifest carries them, and an export repeats them in `export.json`, so that both can be used without the
 config. None tells anything private: model sizes are the user's choice, a tokenizer is never learnt from private
@@ -20,12 +21,13 @@ from pydantic import ValidationError
 from murmuration.accounting.durable import atomic
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.escaping import first_line
+from murmuration.data.decode.augment import SteadyView, view_from, view_in_words
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.text.built_in import is_built_in
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.model.settings import ModelSettings
 
-MODEL, TOKENIZER, CLASSES = "model", "tokenizer", "classes"
+MODEL, TOKENIZER, CLASSES, VIEW = "model", "tokenizer", "classes", "view"
 
 
 class ModelNoteError(RunError, ValueError):
@@ -39,6 +41,8 @@ class ModelNote:
     """A built-in tokenizer, or the file in the folder of the note; None where the model reads no text."""
     class_names: tuple[str, ...] = ()
     """Names of a classifier's outputs; empty if the run listed none."""
+    view: SteadyView | None = None
+    """None: the published one."""
 
     @staticmethod
     def inside(told: Mapping[str, Any], folder: Path) -> ModelNote | None:
@@ -49,22 +53,26 @@ class ModelNote:
             settings = ModelSettings.model_validate(told[MODEL])
             source, listed = _source(told.get(TOKENIZER), folder), _file(told.get(CLASSES), folder, CLASSES)
             names = ClassList.read(Path(listed)).names if listed is not None else ()
+            view = view_from(told[VIEW]) if VIEW in told else None
         except (ValidationError, TypeError, KeyError, ValueError) as error:
             raise ModelNoteError(
                 f"{folder}: what is said there about the model cannot be read ({first_line(error)}); export it again, "
                 "or pass --config"
             ) from None
-        return ModelNote(settings, source, names)
+        return ModelNote(settings, source, names, view)
 
 
 def described(
-    settings: ModelSettings, text: TextEncoder | None, source: str | None, root: Path, classes: ClassList | None = None
+    settings: ModelSettings, text: TextEncoder | None, source: str | None, root: Path, classes: ClassList | None = None,
+    view: SteadyView | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """For a checkpoint's manifest. Copies the named files into the run directory unless they are there.
 
     A file that is gone or was changed since the run began is not named: a checkpoint is worth more than its note.
     """
     told: dict[str, Any] = {MODEL: settings.note()}
+    if view is not None:
+        told[VIEW] = view_in_words(view)
     if classes is not None:
         told[CLASSES] = _listed(classes, root)
     if text is None or source is None:
@@ -96,7 +104,7 @@ def _listed(classes: ClassList, root: Path) -> dict[str, str]:
 
 
 def note_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: manifest[name] for name in (MODEL, TOKENIZER, CLASSES) if name in manifest}
+    return {name: manifest[name] for name in (MODEL, TOKENIZER, CLASSES, VIEW) if name in manifest}
 
 
 def copy_named_files(manifest: Mapping[str, Any], root: Path, out: Path) -> None:
