@@ -174,9 +174,8 @@ def test_no_other_index_moves_the_share(world: Path, gone: bool, capsys: pytest.
     config_of(world, PRIVATE | {"data": other | {"public_fraction": 0.5}})
     assert train(["--config", str(world / "config.json")]) == 2
     assert "were cut with public_fraction 0.1 of 60 records, not with 0.5" in capsys.readouterr().err
-    config_of(world, PRIVATE | {"data": {"path": other["path"]}})
-    assert train(["--config", str(world / "config.json")]) == 2
-    assert "0.1 of 60 records, not with none" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match=r"0\.1 of 60 records, not with none"):
+        ready(world, PRIVATE | {"data": {"path": other["path"]}})
 
 
 def test_of_two_runs_that_start_at_once_the_second_keeps_the_cut_of_the_first(world: Path) -> None:
@@ -314,6 +313,7 @@ def test_a_start_warns_of_a_private_phase_that_measures_nothing_on_public_record
     world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_command, "_run", lambda *_: None)
+    monkeypatch.chdir(world)  # a run under `runs` that has a ledger is warned of nothing
     warned = "warning: phases.0: nothing is measured while it trains, so nobody will see whether it learns"
     held_out = {"evaluation": {"path": "held", "public": True}}
     for phase, told in ((PRIVATE, 1), (PRIVATE | held_out, 0)):
