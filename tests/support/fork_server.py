@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ def load(job: Job) -> None:
     alive = os.listdir("/proc/self/task")
     if len(alive) > 1:
         raise RuntimeError(f"an import has started threads ({len(alive)} run): this process cannot be forked safely")
+    for each in list(weakref.finalize._registry):  # pyright: ignore[reportAttributeAccessIssue]
+        each.atexit = False  # PyTorch takes thousands of operators down one by one: a third of a short command
     gc.collect()
     gc.freeze()  # a child that collects would copy every page
 
@@ -253,9 +256,11 @@ def become(job: Job, reply: socket.socket) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
         threads = int(job["env"].get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-        importlib.import_module("threadpoolctl").threadpool_limits(threads)  # of OpenBLAS, by which sums are rounded
+        if threads > 1:  # one it has from the imports; by those of OpenBLAS sums are rounded
+            importlib.import_module("threadpoolctl").threadpool_limits(threads)
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(threads)
         if "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(threads)
             sys.modules["torch"].seed()
     random.seed()
     if job["hold_after_opened"] is not None:
