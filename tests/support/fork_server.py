@@ -33,12 +33,17 @@ sys.path.insert(0, str(ROOT))
 LIGHT = ("account.py", "murmuration.accounting.cli.main")
 """What needs no PyTorch: its first job does not wait for it."""
 NEEDED = (
-    "murmuration.train.engines.deepspeed_zero", "murmuration.train.engines.fsdp2", "murmuration.train.run.run",
-    "murmuration.launch.prepare",
-    # What these import once they have begun: DeepSpeed's engine for its optimizers all that compiles.
-    "deepspeed.runtime.zero.muon.muon_optimizer", "dp_accounting.pld.common", "scipy.stats", "matplotlib.pyplot",
-    "torch.utils.tensorboard", "threadpoolctl", "murmuration.train.commands.dry_run",
-    "murmuration.train.self_test.self_test",
+    "murmuration.train.engines.deepspeed_zero", "murmuration.train.engines.fsdp2", "murmuration.train.engines.local",
+    "murmuration.train.run.run", "murmuration.train.commands.train", "murmuration.train.commands.dry_run",
+    "murmuration.train.config.load", "murmuration.train.recipe.first_look", "murmuration.train.planner.micro_batch",
+    "murmuration.train.self_test.self_test", "murmuration.launch.prepare",
+    # What these, and what they import, import once they have begun: a second of a run by two ranks.
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer", "torch.utils.cpp_extension", "torch.profiler._cupti_monitor",
+    "torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata", "matplotlib.pyplot",
+    "matplotlib.backends.backend_svg", "PIL.JpegImagePlugin", "PIL.BmpImagePlugin", "PIL.GifImagePlugin",
+    "PIL.PpmImagePlugin", "pydantic.dataclasses", "pydantic.type_adapter", "setuptools.dist", "distutils.ccompiler",
+    "dp_accounting.pld.common", "scipy.stats", "threadpoolctl",
 )  # fmt: skip
 KINDS = ("write", "fsync", "pread", "replace", "rename", "mkdir")
 CELL = 8
