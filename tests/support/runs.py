@@ -17,9 +17,8 @@ from tests.support.launching import ROOT, environment
 from tests.support.whole_history import steps_of
 
 TOY_STEPS = 8
-# Matrices are sharded, and vectors whole: DeepSpeed's own threshold would keep all of so small a model whole, and with
-# none each vector is gathered for each use, which takes longer than the run (sharding_worker.py does that).
-ZERO_3 = ("zero_optimization.stage=3", "zero_optimization.stage3_param_persistence_threshold=500")
+# Weights themselves are sharded, and none is so small that it is kept whole.
+ZERO_3 = ("zero_optimization.stage=3", "zero_optimization.stage3_param_persistence_threshold=0")
 SMALL_STEPS = 12
 """The steps of `small_config`."""
 
