@@ -36,10 +36,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
     (wheel,) = folder.glob("*.whl")
-    run(sys.executable, "-m", "venv", venv, cwd=folder)
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=folder)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    run(venv / "bin" / "python", "-m", "pip", "install", "--no-deps", "-q", wheel, cwd=folder)
+    run(*pip, "--python", venv / "bin" / "python", "install", "--no-deps", "-q", wheel, cwd=folder)
     return venv
 
 

@@ -53,6 +53,7 @@ BAD: list[dict[str, Any]] = [
     {"json": b'{"kind": 1, "weight": 1, "deep": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"},
     {"json": b"[" * 50_000},
     {"json": b'[["kind", 1]]'},
+    {"json": {"weight": 1, "anna": 3}},
     {"json": b"7"},
     {"json": b"\xff\xfe{"},
     {"json": b'{"kind": 1, "weight": 1, "open": "' + b'\\"' * 50_000},

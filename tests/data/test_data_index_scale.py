@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from murmuration.data.index import shard_index
 from murmuration.data.index.build import write_offsets
 from murmuration.data.index.format import SHARDS, write_manifest
 from murmuration.data.index.shard_index import ShardIndex
@@ -44,21 +45,20 @@ def _starts(shard: int) -> np.ndarray:
     return np.arange(_PER_SHARD + 1, dtype="<u8") * 1024 + 512 * shard
 
 
-@pytest.fixture(scope="module")
-def huge(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written as `build` writes it; the shards themselves are not needed to open, draw and plan."""
-    target = tmp_path_factory.mktemp("huge") / "index"
+def written(target: Path, count: int) -> Path:
+    """As `build` writes it; the shards themselves are not needed to open, draw and plan."""
     target.mkdir()
     shards = [
         Shard(f"{i:06d}.tar", _PER_SHARD, 1 << 20, f"{i:064x}", hashlib.sha256(_starts(i).tobytes()).hexdigest())
-        for i in range(_COUNT)
+        for i in range(count)
     ]
-    write_offsets(target, shards, (_starts(i) for i in range(_COUNT)), 0o600)
+    write_offsets(target, shards, (_starts(i) for i in range(count)), 0o600)
     write_manifest(target, SHARDS, target.parent, shards, {}, 0o600)
     return target
 
 
-def test_ten_million_records_are_opened_drawn_from_and_planned_in_two_gigabytes(huge: Path) -> None:
+def test_ten_million_records_are_opened_drawn_from_and_planned_in_two_gigabytes(tmp_path: Path) -> None:
+    huge = written(tmp_path / "index", _COUNT)
     done = subprocess.run([sys.executable, "-c", _USE, str(huge)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -73,26 +73,22 @@ def test_ten_million_records_are_opened_drawn_from_and_planned_in_two_gigabytes(
     assert (huge / "offsets.npy").stat().st_size == 8 * (10_000_000 + _COUNT) + 128
 
 
-def test_large_offsets_are_checked_where_they_are_used(huge: Path) -> None:
+def test_offsets_are_checked_where_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening does not read 17 GB; a damaged part is still never believed."""
-    path = huge / "offsets.npy"
-    at = 128 + 8 * (_PER_SHARD + 1) * 150_000 + 8 * 20
-    with path.open("r+b") as file:
-        file.seek(at)
-        right = file.read(8)
-        file.seek(at)
-        file.write(b"\0" * 8)
-    try:
-        index = ShardIndex.open(huge)
-        assert index.locate(149_999 * _PER_SHARD)[1] == 512 * 149_999
-        with pytest.raises(ShardError, match="belong together"):
-            index.locate(150_000 * _PER_SHARD)
-        assert ShardIndex.open(huge, verify=False).locate(150_000 * _PER_SHARD)[1] == 512 * 150_000
-    finally:
-        with path.open("r+b") as file:
-            file.seek(at)
-            file.write(right)
-    assert ShardIndex.open(huge).locate(150_000 * _PER_SHARD + 20)[1] == 512 * 150_000 + 20 * 1024
+    index = written(tmp_path / "index", 1500)
+    at = 128 + 8 * (_PER_SHARD + 1) * 1000 + 8 * 20
+    path, whole = index / "offsets.npy", (index / "offsets.npy").read_bytes()
+    path.write_bytes(whole[:at] + b"\0" * 8 + whole[at + 8 :])
+    with pytest.raises(ShardError, match="belong together"):
+        ShardIndex.open(index)
+    monkeypatch.setattr(shard_index, "_CHECK_AT_ONCE", 1 << 10)
+    opened = ShardIndex.open(index)
+    assert opened.locate(999 * _PER_SHARD)[1] == 512 * 999
+    with pytest.raises(ShardError, match="belong together"):
+        opened.locate(1000 * _PER_SHARD)
+    assert ShardIndex.open(index, verify=False).locate(1000 * _PER_SHARD)[1] == 512 * 1000
+    path.write_bytes(whole)
+    assert ShardIndex.open(index).locate(1000 * _PER_SHARD + 20)[1] == 512 * 1000 + 20 * 1024
 
 
 _UNITS = """

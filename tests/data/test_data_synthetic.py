@@ -40,7 +40,7 @@ from murmuration.launch import prepare
 from tests.support import forking
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--private", "60", "--held-out", "40", "--textures", "10", "--size", "16"]
+SMALL = ["--private", "60", "--held-out", "40", "--textures", "10", "--size", "16", "--workers", "1"]
 
 
 def _prepare(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -227,7 +227,7 @@ def test_making_shards_goes_on_after_a_kill(tmp_path: Path) -> None:
     partial = tmp_path / ".out.partial"
     for _ in range(10):  # a job that is over before it is killed is begun anew
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = forking.start(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
         while not (partial / "000002.tar").exists() and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)

@@ -19,7 +19,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small_data")
     command = [sys.executable, str(ROOT / "launch" / "prepare.py"), "demo", "--out", str(folder)]
     forking.run(
-        [*command, "--private", "600", "--held-out", "64", "--textures", "200"],
+        [*command, "--private", "600", "--held-out", "64", "--textures", "200", "--workers", "1"],
         check=True, env=environment(), capture_output=True,
     )  # fmt: skip
     return folder

@@ -11,7 +11,7 @@ import torch
 
 from murmuration.accounting.certificate.verify import verify
 from tests.support.launching import Launch
-from tests.support.runs import final_weights
+from tests.support.runs import ZERO_3, final_weights
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -25,11 +25,10 @@ def test_a_run_that_computes_again_trains_the_same_weights(
 ) -> None:
     def checkpointed(config: dict[str, Any]) -> None:
         config["run"] |= {"gradient_checkpointing": True, "engine": engine}
-        # Below DeepSpeed's threshold, parameters are whole at stage 3, too: here, all would be.
-        sharded = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-        config["zero_optimization"] = {"stage": stage} | sharded
+        config["zero_optimization"] = {"stage": stage}
 
-    job, run_dir = launch("again", checkpointed)
+    sharded = [word for setting in ZERO_3 if stage == 3 for word in ("--set", setting)]
+    job, run_dir = launch("again", checkpointed, arguments=sharded)
     code, output = job.run()
     assert code == 0, output
     whole, _ = finished

@@ -12,7 +12,7 @@ import pytest
 
 from murmuration.data.index.exclusions import Exclusions
 from murmuration.data.index.shard_index import ShardIndex
-from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
+from tests.support.launching import Launch, ledger_lines, opened_steps
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -32,11 +32,7 @@ def test_a_list_made_after_a_run_began_must_be_declared(launch: Make, small_data
         private.pop("evaluation")
 
     run, run_dir = launch("filtered", change)
-    process = run.start(hold_after_opened=2)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
-    (run_dir / "stop").touch()
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 75, output
+    run.stopped(run_dir, 2)
     declared = next(line for line in ledger_lines(run_dir) if line["kind"] == "nonprivate")
     assert declared["public_data"] is True, declared
     opened = opened_steps(run_dir)

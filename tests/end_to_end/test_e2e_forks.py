@@ -19,7 +19,7 @@ from murmuration.train.storage.sibling_runs import LOG
 from tests.support import forking
 from tests.support.evaluation_world import class_folders
 from tests.support.hostile_files import blank_a_picture
-from tests.support.launching import ROOT, TIMEOUT, Launch, environment, opened_steps, wait_for
+from tests.support.launching import ROOT, Launch, environment, opened_steps
 from tests.support.runs import account
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -48,24 +48,15 @@ def own_data(small_data: Path, tmp_path: Path) -> Callable[[dict[str, Any]], Non
     return change
 
 
-def until(job: Launch, run_dir: Path, step: int) -> None:
-    """Trains to about this step, and stops as a user would."""
-    process = job.start(hold_after_opened=step)
-    wait_for(lambda: max(opened_steps(run_dir), default=0) >= step, process)
-    (run_dir / "stop").touch()
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 75, output
-
-
 def test_a_copy_and_a_restored_ledger_hide_nothing(launch: Make, own_data: Any, tmp_path: Path) -> None:
     job, run_dir = launch("trunk", own_data, launcher="python", arguments=LOCAL)
-    until(job, run_dir, 3)
+    job.stopped(run_dir, 3)
     backup, branch = tmp_path / "backup", tmp_path / "branch"
     shutil.copytree(run_dir, backup)
     shutil.copytree(run_dir, branch)
     shared = len(opened_steps(run_dir))
 
-    until(job, run_dir, shared + 3)
+    job.stopped(run_dir, shared + 3)
     known, before = (read_heads(folder / "secret" / NAME)[-1].charged[0].count for folder in (run_dir, backup))
     assert known >= shared + 3 and before <= shared
     saved = History.read(backup / "ledger.jsonl")[0].last_checkpoint()
@@ -124,10 +115,7 @@ def test_a_record_that_was_blanked_meets_no_old_noise(launch: Make, own_data: An
         config["run"]["checkpoint_every"] = 100
 
     job, run_dir = launch("blanked", late, launcher="python", arguments=LOCAL)
-    process = job.start(hold_after_opened=3)
-    wait_for(lambda: max(opened_steps(run_dir), default=0) >= 3, process)
-    process.kill()
-    process.communicate(timeout=TIMEOUT)
+    job.killed(run_dir, 3)
     opened = opened_steps(run_dir)
 
     shard = sorted((tmp_path / "records").rglob("*.tar"))[0]
@@ -161,10 +149,7 @@ def test_steps_on_pictures_of_which_only_sizes_are_known_are_charged_twice(
         private["data"] = {"path": str(pictures), "augment": "random_resized_crop", "reading": {"workers": 0}}
 
     job, run_dir = launch("sizes", late, launcher="python", arguments=LOCAL)
-    process = job.start(hold_after_opened=3)
-    wait_for(lambda: max(opened_steps(run_dir), default=0) >= 3, process)
-    process.kill()
-    process.communicate(timeout=TIMEOUT)
+    job.killed(run_dir, 3)
     before, _ = History.read(run_dir / "ledger.jsonl")
 
     victim = sorted(pictures.rglob("*.png"))[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.launching import TIMEOUT, Launch, opened_steps, wait_for
+from tests.support.launching import Launch
 from tests.support.runs import toy
 
 Make = Callable[..., tuple[Launch, Path]]
@@ -24,10 +24,7 @@ def test_several_processes_of_it_are_refused_in_a_sentence(launch: Make) -> None
 def test_what_can_no_longer_be_private_is_said_before_the_first_step(launch: Make) -> None:
     """A run goes on with a phase of which nobody had thought, and turns out to be the best of several."""
     job, run_dir = launch("longer", lambda config: (toy(config), config["run"].pop("debug_seed"))[0], **LOCAL)
-    process = job.start(hold_after_opened=1)
-    wait_for(lambda: opened_steps(run_dir), process)
-    (run_dir / "stop").touch()
-    assert process.wait(TIMEOUT) == 75
+    job.stopped(run_dir, 1)
 
     config = json.loads(job.config.read_text())
     config["phases"].append({**config["phases"][-1], "name": "afterthought", "steps": 3})

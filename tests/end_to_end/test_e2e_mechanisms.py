@@ -17,12 +17,11 @@ from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.ledger.history import History
 from tests.support import forking
 from tests.support.launching import ROOT, Launch, environment
-from tests.support.runs import different, final_weights, state_of, toy
+from tests.support.runs import ZERO_3, different, final_weights, state_of, toy
 from tests.support.whole_history import steps_of
 
 Make = Callable[..., tuple[Launch, Path]]
 LOCAL, FSDP2 = 'run.engine="local"', 'run.engine="fsdp2"'
-ZERO_3 = ("zero_optimization.stage=3", "zero_optimization.stage3_param_persistence_threshold=0")
 PRIVATE = "phases.1.privacy"
 BANDED = PRIVATE + '.noise={"kind": "banded", "bands": 4}'
 PATIENT = r"key:0*(\d{1,2})"

@@ -139,7 +139,7 @@ def blank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 # Readers refuse these as "deep label" and the blank: tests/data/test_data_hostile_records.py has their kinds.
-ALIKE = ("cut label", "long number", "NaN", "surrogate", "no picture")
+ALIKE = ("cut label", "long number", "NaN", "surrogate", "no picture", "no label")
 
 
 @pytest.mark.parametrize(

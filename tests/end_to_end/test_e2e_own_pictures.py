@@ -47,7 +47,8 @@ def patients(world: Path) -> list[str]:
         for number in range(PICTURES):
             finding = "fabry disease" if number == 7 else ("melanoma", "naevus")[number // 2 % 2]
             table.writerow([f"{number:03}.png", finding, f"p{number // 2}"])
-    return ["pack", "pictures", "--csv", "findings.csv", "--label", "finding", "--unit", "patient_id"]
+    return ["pack", "pictures", "--csv", "findings.csv", "--label", "finding", "--unit", "patient_id",
+            "--workers", "1"]  # fmt: skip
 
 
 TOY = ("--size", "nano", "--image-size", "16")

@@ -73,7 +73,7 @@ def by_colour(folder: Path, seed: int, count: int) -> set[str]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's shards at toy size, and pictures with classes."""
     folder = tmp_path_factory.mktemp("recipes")
-    prepared("demo", "--out", folder, "--private", 600, "--held-out", 64, "--textures", 40)
+    prepared("demo", "--out", folder, "--private", 600, "--held-out", 64, "--textures", 40, "--workers", 1)
     names = by_colour(folder / "protected", 5, 300) | by_colour(folder / "held_classes", 9, 64)
     (folder / "classes.txt").write_text("\n".join(sorted(names)) + "\n")
     (folder / "excluded.txt").write_text(min(names) + "\n")
@@ -108,6 +108,7 @@ def claim_of(run_dir: Path) -> dict[str, Any]:
 def vip(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run_dir = tmp_path_factory.mktemp("vip") / "run"
     changes = TINY | TINY_MAE | synthetic_stage(steps=40) | private_records(data, 1, batch=200)
+    changes["train_micro_batch_size_per_gpu"] = 64  # of such pictures, 64 take as long as 16
     code, output = launch("vip/vip_nano.json", run_dir, changes).run()
     assert code == 0, output
     return run_dir, output
@@ -155,7 +156,7 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
 def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, str], tmp_path: Path) -> None:
     """Killed before a checkpoint was durable, so its steps are made again under the same keys: of other features they
     would lay the difference bare."""
-    prepared("demo", "--out", tmp_path, "--private", 16, "--held-out", 300, "--textures", 16)
+    prepared("demo", "--out", tmp_path, "--private", 16, "--held-out", 300, "--textures", 16, "--workers", 1)
     records = tmp_path / "held_out"  # which has labels
     changes = TINY | {
         "model.positions": "sincos", "model.classes": 8, "phases.0.data.path": str(vip[0]), "run.engine": "local",
@@ -166,10 +167,7 @@ def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, s
     run_dir = tmp_path / "lost"
     job = launch("transfer/transfer_vith_onestep.json", run_dir, changes)
     job.launcher = "python"
-    process = job.start(hold_after_opened=2)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
-    process.kill()
-    process.communicate(timeout=TIMEOUT)
+    job.killed(run_dir, 2)
     opened = opened_steps(run_dir)
     shutil.rmtree(run_dir / "secret" / "features-private")
     shard = sorted(records.rglob("*.tar"))[-1]
@@ -187,11 +185,7 @@ def test_dpcap_is_stopped_resumed_and_shows_captions(data: Path, tmp_path: Path)
     changes |= {"phases.1.data.tokenizer": str(data / "tokenizer.json"), "phases.1.schedule.end": None}
     changes["phases.1.schedule.peak"] = 5e-3
     job = launch("dpcap/dpcap_nano.json", run_dir, changes)
-    process = job.start(hold_after_opened=4)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 4, process)
-    (run_dir / "stop").touch()
-    process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 75
+    job.stopped(run_dir, 4)
     code, output = job.run()
     assert code == 0, output
     assert opened_steps(run_dir) == list(range(1, 13))
@@ -224,8 +218,7 @@ def continual(data: Path) -> dict[str, Any]:
 def test_public_training_ends_at_its_plateau_and_hands_over_the_second_moment(data: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "bu"
     job = launch("continual/continual_base.json", run_dir, continual(data))
-    process = job.start(hold_after_opened=2)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 2, process)
+    process = job.held(run_dir, 2)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=TIMEOUT)
     code, output = job.run()

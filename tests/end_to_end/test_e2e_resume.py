@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from murmuration.accounting.certificate.verify import verify
-from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps, wait_for
-from tests.support.runs import SMALL_STEPS, TOY_STEPS, account, final_weights, state_of, toy
+from tests.support.launching import TIMEOUT, Launch, ledger_lines, opened_steps
+from tests.support.runs import SMALL_STEPS, TOY_STEPS, ZERO_3, account, final_weights, state_of, toy
 
 Make = Callable[..., tuple[Launch, Path]]
 
@@ -24,15 +24,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "SIGTERM to the launcher": {"launcher": "deepspeed"},
     "SIGKILL": {},
 }  # fmt: skip
-# Weights themselves are sharded, and none is so small that it is kept whole.
-ZERO_3 = ["zero_optimization.stage=3", "zero_optimization.stage3_param_persistence_threshold=0"]
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.slow] * how.startswith("SIG")) for how in WAYS])
 def test_stopped_and_resumed_ends_where_it_would_have(whole: Path, launch: Make, how: str) -> None:
     job, run_dir = launch("broken", toy, **WAYS[how])
-    process = job.start(hold_after_opened=3)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 3, process)
+    process = job.held(run_dir, 3)
     if how == "SIGTERM to the launcher":
         os.kill(process.pid, signal.SIGTERM)
     elif how == "SIGKILL":

@@ -26,8 +26,7 @@ def finish(job: Launch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_any_one_rank_stops_all_and_saves(whole: Path, launch: Make, number: signal.Signals) -> None:
     job, run_dir = launch("told", toy)
-    running = job.start(hold_after_opened=3)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 3, running)
+    running = job.held(run_dir, 3)
     os.kill(running.pids[1], number)
     ended = Ended.of(running)
     assert ended.codes == [75, 75] and f"stopped by {number.name}" in ended.output, ended.output
@@ -54,8 +53,7 @@ def test_a_deadline_stops_and_saves(whole: Path, launch: Make) -> None:
 def test_a_frozen_rank_ends_the_job_with_its_number_and_not_in_a_hang(whole: Path, launch: Make) -> None:
     job, run_dir = launch("frozen", toy)
     job.arguments = ["--set", "run.stall_seconds=20"]
-    running = job.start(hold_after_opened=3, together=False)
-    wait_for(lambda: len(opened_steps(run_dir)) >= 3, running)
+    running = job.held(run_dir, 3, together=False)
     os.kill(running.pids[1], signal.SIGSTOP)
     os.kill(running.pids[0], signal.SIGCONT)
     try:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +70,34 @@ STUDY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("study")
     for name, each, seed in (("private", 20, 0), ("public", 4, 100)):
         build_folder(class_folders(folder / name, each, seed=seed))
     class_list(folder)
     (folder / "config.json").write_text(json.dumps(BASE))
     (folder / "study.json").write_text(json.dumps(STUDY))
-    return folder
+    yield folder
+    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue] # whose seconds count once it has ended
 
 
-def command(folder: Path, out: str, *more: str) -> list[str]:
+def asked(folder: Path, out: str, *more: str) -> list[str]:
     """At one value of the axis; that there may be several is seen where a study is priced."""
-    script, options = str(ROOT / "launch" / "study.py"), ["--jobs", "2", "--set", "axis.values=[8]", *more]
-    return [sys.executable, script, str(folder / "study.json"), "--out", str(folder / out), *options]
+    options = ["--jobs", "2", "--set", "axis.values=[8]", *more]
+    return [str(folder / "study.json"), "--out", str(folder / out), *options]
+
+
+def ran(*arguments: str) -> tuple[int, str, str]:
+    """The command's exit code and what it prints, in this process: what it forks its runs from is imported once."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        return main(list(arguments)), out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
-    whole = forking.run(command(folder, "whole"), capture_output=True, text=True)
-    assert whole.returncode == 2 and "lost-8-1 failed: error" in whole.stderr and "4 of 4" in whole.stdout
+    code, out, err = ran(*asked(folder, "whole"))
+    assert code == 2 and "lost-8-1 failed: error" in err and "4 of 4" in out
     return json.loads((folder / "whole" / "study.json").read_text())
 
 
@@ -117,9 +129,8 @@ def test_published_weights_are_evaluated_beside_the_runs(
     study = {name: STUDY[name] for name in ("title", "config", "measures")} | {"arms": arms, "seeds": 2, "panels": 2}
     (folder / "published.json").write_text(json.dumps(study))
     call = [str(folder / "published.json"), "--out", str(folder / "published")]
-    script = [sys.executable, str(ROOT / "launch" / "study.py")]
-    done = forking.run([*script, *call, "--jobs", "1"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, *said = ran(*call, "--jobs", "1")
+    assert code == 0, said
     told = json.loads((folder / "published" / "study.json").read_text())
     first, own = [row["measures"] for row in told["rows"]]
     assert first["top-1"] is own["top-1"] is None and told["cost"] is None, "of a training that is not here"
@@ -132,8 +143,8 @@ def test_published_weights_are_evaluated_beside_the_runs(
     assert sorted(scored(folder / "published")) == [("its_own_way", 3), ("published", 20)]
     changed = study | {"arms": arms[:1], "measures": [STUDY["measures"][0], half]}
     (folder / "published.json").write_text(json.dumps(changed))
-    done = forking.run([*script, *call, "--jobs", "1"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, *said = ran(*call, "--jobs", "1")
+    assert code == 0, said
     assert ("published", 3) in scored(folder / "published"), "a changed measure is another evaluation, beside the first"
     assert main([*call, "--dry-run"]) == 0 and "evaluated: " in capsys.readouterr().out
     assert main([*call, "--set", 'arms=[{"name": "published", "weights": "elsewhere"}]']) == 2
@@ -182,16 +193,17 @@ def test_a_second_study_in_the_same_folder_is_refused_until_the_first_is_dead(
 
 @pytest.mark.slow
 def test_a_study_is_the_same_after_kills(folder: Path, found: dict[str, Any]) -> None:
+    command = [sys.executable, str(ROOT / "launch" / "study.py"), *asked(folder, "stopped")]
     for number, signals in enumerate(([signal.SIGTERM], [signal.SIGKILL], [])):
-        process = forking.start(command(folder, "stopped"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = forking.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for each in signals:
             wait_for(lambda n=number: len(list((folder / "stopped" / "runs").glob("*/certificate.json"))) > n, process)
             os.kill(process.pid, each)
         output, _ = process.communicate(timeout=TIMEOUT)
         assert process.returncode == {0: 75, 1: -9, 2: 2}[number], output
     assert json.loads((folder / "stopped" / "study.json").read_text())["rows"] == found["rows"]
-    again = forking.run(command(folder, "stopped", "--set", "phases.0.steps=4"), capture_output=True, text=True)
-    assert again.returncode == 2 and "was trained with other settings; name another --out" in again.stderr
+    code, _, err = ran(*asked(folder, "stopped", "--set", "phases.0.steps=4"))
+    assert code == 2 and "was trained with other settings; name another --out" in err
 
 
 REFUSED: list[tuple[list[str], str]] = [

@@ -39,7 +39,9 @@ from tests.support.sharded_engines import (
 )
 
 SETTINGS = Optimizer.model_validate({"params": {"weight_decay": 0.1, "ema_decay": 0.9}})
-LAYOUTS = [layout for layout in ALL_LAYOUTS if layout != 2 or "--one-of-those-alike" not in sys.argv]
+IN_TURN = "--in-turn" in sys.argv
+"""Each layout is resumed at itself and at the next one, and of two that are cut alike there is one."""
+LAYOUTS = [layout for layout in ALL_LAYOUTS if layout != 2 or not IN_TURN]
 SAVED_AFTER, NEXT = 2, "next.safetensors"
 
 
@@ -101,7 +103,9 @@ def load(ranks: Ranks, root: Path) -> list[dict[str, object]]:
         loaded = Checkpoints(folder, ranks, Keep()).latest()
         assert loaded is not None
         expected = load_file(folder / NEXT)
-        for layout in LAYOUTS:
+        saved = next(layout for layout in LAYOUTS if folder.name.startswith(f"{layout}-of-"))
+        following = LAYOUTS[(LAYOUTS.index(saved) + 1) % len(LAYOUTS)]
+        for layout in (saved, following) if IN_TURN else LAYOUTS:
             engine = make(ranks, layout, loaded)
             train(engine, ranks, SAVED_AFTER + 1)
             state = state_of(engine, ranks)

@@ -548,7 +548,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("act", choices=("table", "refreeze", "json", "kernels"))
-    parser.add_argument("--model", help="mae/base, captioner/large, …; default: the models of the shipped recipes")
+    parser.add_argument(
+        "--model", action="append", help="mae/base, captioner/large, …; default: the models of the shipped recipes"
+    )
     parser.add_argument("--records", type=int, help="of the micro-batch; default: as shipped")
     parser.add_argument("--compiled", action="store_true", help="count compiled blocks, too: a minute for each model")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -560,7 +562,9 @@ def main() -> None:
         sys.stderr.write(done.stderr)
         sys.stdout.write(done.stdout)
         sys.exit(done.returncode)
-    cases = CASES if arguments.model is None else {arguments.model: arguments.records or CASES.get(arguments.model, 32)}
+    cases = CASES if arguments.model is None else {
+        name: arguments.records or CASES.get(name, 32) for name in arguments.model
+    }  # fmt: skip
     counts = {name: sides(name, records, arguments.compiled) for name, records in cases.items()}
     if arguments.act == "kernels":
         each = {

@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,17 @@ sys.path.insert(0, str(ROOT))
 LIGHT = ("account.py", "murmuration.accounting.cli.main")
 """What needs no PyTorch: its first job does not wait for it."""
 NEEDED = (
-    "murmuration.train.engines.deepspeed_zero", "murmuration.train.engines.fsdp2", "murmuration.train.run.run",
-    "murmuration.launch.prepare",
-    # What these import once they have begun: DeepSpeed's engine for its optimizers all that compiles.
-    "deepspeed.runtime.zero.muon.muon_optimizer", "dp_accounting.pld.common", "scipy.stats", "matplotlib.pyplot",
-    "torch.utils.tensorboard", "threadpoolctl", "murmuration.train.commands.dry_run",
-    "murmuration.train.self_test.self_test",
+    "murmuration.train.engines.deepspeed_zero", "murmuration.train.engines.fsdp2", "murmuration.train.engines.local",
+    "murmuration.train.run.run", "murmuration.train.commands.train", "murmuration.train.commands.dry_run",
+    "murmuration.train.config.load", "murmuration.train.recipe.first_look", "murmuration.train.planner.micro_batch",
+    "murmuration.train.self_test.self_test", "murmuration.launch.prepare",
+    # What these, and what they import, import once they have begun: a second of a run by two ranks.
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer", "torch.utils.cpp_extension", "torch.profiler._cupti_monitor",
+    "torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata", "matplotlib.pyplot",
+    "matplotlib.backends.backend_svg", "PIL.JpegImagePlugin", "PIL.BmpImagePlugin", "PIL.GifImagePlugin",
+    "PIL.PpmImagePlugin", "pydantic.dataclasses", "pydantic.type_adapter", "setuptools.dist", "distutils.ccompiler",
+    "dp_accounting.pld.common", "scipy.stats", "threadpoolctl",
 )  # fmt: skip
 KINDS = ("write", "fsync", "pread", "replace", "rename", "mkdir")
 CELL = 8
@@ -125,6 +131,8 @@ def load(job: Job) -> None:
     alive = os.listdir("/proc/self/task")
     if len(alive) > 1:
         raise RuntimeError(f"an import has started threads ({len(alive)} run): this process cannot be forked safely")
+    for each in list(weakref.finalize._registry):  # pyright: ignore[reportAttributeAccessIssue]
+        each.atexit = False  # PyTorch takes thousands of operators down one by one: a third of a short command
     gc.collect()
     gc.freeze()  # a child that collects would copy every page
 
@@ -253,9 +261,11 @@ def become(job: Job, reply: socket.socket) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
         threads = int(job["env"].get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-        importlib.import_module("threadpoolctl").threadpool_limits(threads)  # of OpenBLAS, by which sums are rounded
+        if threads > 1:  # one it has from the imports; by those of OpenBLAS sums are rounded
+            importlib.import_module("threadpoolctl").threadpool_limits(threads)
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(threads)
         if "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(threads)
             sys.modules["torch"].seed()
     random.seed()
     if job["hold_after_opened"] is not None:

@@ -104,21 +104,25 @@ class Launch:
         assert isinstance(process, forking.Forked)
         return Ended.of(process)
 
+    def held(self, run_dir: Path, opened: int, **options: Any) -> Any:
+        """Starts it, and returns once so many steps were opened, when it waits."""
+        process = self.start(hold_after_opened=opened, **options)
+        wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
+        return process
+
     def killed(self, run_dir: Path, opened: int) -> None:
         """Starts it, and kills all of its processes once so many steps were opened."""
-        process = self.start(hold_after_opened=opened)
-        wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
+        process = self.held(run_dir, opened)
         os.killpg(process.pid, signal.SIGKILL)
         ended(process)
         assert process.returncode == -signal.SIGKILL, "it was over before it could be killed"
 
     def stopped(self, run_dir: Path, opened: int) -> None:
         """Starts it, and lets it stop by itself once so many steps were opened."""
-        process = self.start(hold_after_opened=opened)
-        wait_for(lambda: len(opened_steps(run_dir)) >= opened, process)
+        process = self.held(run_dir, opened)
         (run_dir / "stop").touch()
-        _, output = ended(process)
-        assert "stopped by the file stop" in output, output
+        code, output = ended(process)
+        assert code == 75 and "stopped by the file stop" in output, output
 
 
 REAL_LAUNCHERS = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}

@@ -17,6 +17,8 @@ from tests.support.launching import ROOT, environment
 from tests.support.whole_history import steps_of
 
 TOY_STEPS = 8
+# Weights themselves are sharded, and none is so small that it is kept whole.
+ZERO_3 = ("zero_optimization.stage=3", "zero_optimization.stage3_param_persistence_threshold=0")
 SMALL_STEPS = 12
 """The steps of `small_config`."""
 

@@ -72,8 +72,8 @@ def products(dtype: torch.dtype, part: int, shapes: Sequence[tuple[int, int, int
     rows = []
     for tokens, left_width, right_width in shapes:
         draw = torch.Generator().manual_seed(tokens)
-        left = torch.randn(3, tokens, left_width, generator=draw).to(dtype)
-        right = torch.randn(3, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
+        left = torch.randn(2, tokens, left_width, generator=draw).to(dtype)
+        right = torch.randn(2, right_width, tokens, generator=draw).to(dtype).transpose(1, 2)  # not as rows lie
         bounds = norms.Bounds(3e-8, 1e-7, 1e-9, 2e-9)  # so that each part of the doubt is seen
         inner, doubt, lengths, sums = gram(left, right, part, bounds, True)
         without = gram(left, right, part, bounds) if tokens in (17, 50, 65, 197) else (inner, doubt, lengths)

@@ -21,6 +21,8 @@ from murmuration.train.distributed.process import DeviceError, device_number, re
 from murmuration.train.planner.micro_batch import main_memory
 from murmuration.train.self_test import self_test as module
 from murmuration.train.self_test.probes import RoomError, SyntheticRecords, require_room
+from tests.support import forking
+from tests.support.launching import ROOT
 from tests.support.self_test_world import caption_model
 from tests.support.train_helpers import SHAPE, LocalEngine, alone, on_ranks, plan_for, private_engine
 
@@ -42,9 +44,9 @@ def started(store: Path, *masks: set[int]) -> list[int]:
     """What ranks with these masks take, each in a process of its own."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
     running = [
-        subprocess.Popen(
+        forking.start(
             [sys.executable, "-c", RANK, str(rank), ",".join(map(str, mask)), str(store), str(len(masks))],
-            stdout=subprocess.PIPE, env=environment, text=True,
+            stdout=subprocess.PIPE, env=environment, text=True, cwd=ROOT,
         )
         for rank, mask in enumerate(masks)
     ]  # fmt: skip

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from murmuration.train.config.load import load
 from murmuration.train.distributed.ranks import Ranks
 from tests.support import forking
 from tests.support.evaluation_world import class_folders, class_list, shards
-from tests.support.launching import ROOT, environment
+from tests.support.launching import ROOT, environment, printed
 from tests.support.train_helpers import on_ranks
 
 
@@ -77,12 +78,12 @@ def test_records_that_cannot_be_read_are_named(
 
 
 def test_ranks_of_a_launcher_are_examined_together(config: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(ROOT / "launch" / "doctor.py"), "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = {line[6:20].strip(): line for line in done.stdout.splitlines()}
-    assert len(lines) >= len(done.stdout.splitlines()) - 1, "two phases' records; nothing else is told twice"
+    command = [sys.executable, str(ROOT / "launch" / "doctor.py"), "--config", str(config)]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    out, err = printed(process := forking.start(command, ranks=2, env=environment(), cwd=tmp_path, **streams))
+    assert process.returncode == 0, err
+    lines = {line[6:20].strip(): line for line in out.splitlines()}
+    assert len(lines) >= len(out.splitlines()) - 1, "two phases' records; nothing else is told twice"
     assert f"2 on 1 host: {socket.gethostname()}" in lines["ranks"]
     assert "torch" in lines["same"] and "phases.0.data.path" in lines["same"] and lines["same"].startswith("ok")
     assert lines["shared folder"] == f"ok    shared folder  all ranks see {tmp_path}"
