@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import murmuration
@@ -177,6 +178,22 @@ def test_only_transformers_itself_is_told_that_a_mask_hides_something() -> None:
     assert isolated(lambda record: asks(record["x"]), masks, 3).tolist() == [1, 1, 1]
     with pytest.raises(ClipError, match="branches on what a record holds"):
         isolated(lambda record: passes_on(record["x"]), masks, 3)
+
+
+@pytest.mark.parametrize("function", [F.ctc_loss, torch.ctc_loss])
+def test_a_target_that_is_no_class_reaches_no_memory_beside_its_scores(function: Any) -> None:
+    """PyTorch's kernel reads there, and its backward pass writes there."""
+    scores, targets = torch.randn(3, 5, 4).log_softmax(-1), torch.tensor([[4, 1], [1, 2], [-1, 3]])
+
+    def losses(scores: Tensor, targets: Tensor) -> Tensor:
+        count = len(scores)
+        lengths = torch.full((count,), 5), torch.full((count,), 2)
+        return function(
+            scores.transpose(0, 1), targets, *lengths, reduction=0 if function is torch.ctc_loss else "none"
+        )
+
+    found = isolated(lambda record: losses(record["x"], record["y"]), {"x": scores, "y": targets}, 3)
+    assert torch.allclose(found.flatten(), losses(scores, targets.clamp(0, 3)))
 
 
 # Through the public class, on the data that show the worst: the runs that once had a certificate and were told apart.

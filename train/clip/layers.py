@@ -459,6 +459,15 @@ def cross_entropy(
     return tracker.on_records(lambda x: F.cross_entropy(x, targets, **own), input)
 
 
+def ctc_loss(
+    function: Callable[..., Tensor], tracker: ParameterTracker, log_probs: Tensor, targets: Tensor, *args: Any,
+    **settings: Any,
+) -> Tensor:  # fmt: skip
+    """PyTorch does not check targets. One that is no class would read what lies beside the record's own scores, and its
+    gradient be written there, whosever that memory is."""
+    return tracker.otherwise(function, (log_probs, targets.clamp(0, log_probs.shape[-1] - 1), *args), settings)
+
+
 def rows(tracker: ParameterTracker, x: Tensor) -> Tensor:
     """[B·m, …, d] -> [B, T, d]"""
     return x.reshape(tracker.records, -1, x.shape[-1])
@@ -502,6 +511,7 @@ LAYER_RULES = {
     F.max_pool2d: max_pool2d,
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
+    **{each: partial(ctc_loss, each) for each in (F.ctc_loss, torch.ctc_loss)},
     F.multi_head_attention_forward: attention,
     F.scaled_dot_product_attention: dot_product_attention,
     **RECURRENT_RULES,
