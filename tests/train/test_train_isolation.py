@@ -74,16 +74,19 @@ REFUSED = {
     "one mean": "losses of shape", "batch norm": "running statistics", "sync batch norm": "running statistics",
     "instance norm with statistics": "running statistics", "dropout": "draws random numbers",
     "rrelu": "cannot run for one record at a time",
-    "noise": "draws random numbers", "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
+    "noise": "draws random numbers", "dropped by Python": "by Python's random",
+    "dropped by NumPy": "by Python's random or by NumPy",
+    "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
     "function of one's own": "autograd.Function of its own", "experts by index": "picks rows or elements",
     "counted": "as long as what a record holds",
     "a word not found": "catches an error", "one not found by a script": "catches an error",
     "one not found within a function": "catches an error", "not factorised": "catches an error",
     "a rule of its own": "rule for vmap of its own", "an operator's rule": "rule for vmap of its own",
     "a dispatch mode": "TorchDispatchMode", "hooks on saved tensors": "saved_tensors_hooks",
-    "buffer swapped": "in the place of counts", "kept for a gradient": "kept a tensor of an earlier",
+    "buffer swapped": "in the place of counts", "weights moved by .data": "writes a record's values",
+    "kept for a gradient": "kept a tensor of an earlier",
     "printed": "prints a record's tensor", "scripted": "is scripted",
-    "a gradient inside": "asks autograd for a gradient",
+    "a gradient inside": "asks autograd for a gradient", "weights thawed": "calls requires_grad_.. of",
 }  # fmt: skip
 
 
@@ -247,6 +250,7 @@ def test_a_loss_over_the_tokens_of_the_batch_moves_a_run_by_c_at_most(tmp_path: 
         (zoo.MovedFrozenPrototypes, "writes a record's values"), (zoo.LateMixup, "the attribute calls changed"),
         (zoo.LateQueue, "kept a tensor|the attribute queue"),
         (zoo.SpectralNorm, "the buffer .*_u changed while the model ran"),
+        (zoo.LastHidden, "the attribute latents still holds tensors of the self-test's records"),
     ],
 )  # fmt: skip
 def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Path, make: Make, why: str) -> None:
@@ -255,6 +259,22 @@ def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Pa
     # Nothing but the ledger's first lines was written, and the folder can be used again.
     assert not re.search('"kind": ?"open"', (tmp_path / "run" / "ledger.jsonl").read_text())
     trained_on(tmp_path / "run", zoo.Text(), zoo.texts(), new_segment="another module")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(zoo.ContrastAlone, "a test record alone has no gradient"), (zoo.Overflowing, "the loss of a test record is inf")],
+)
+def test_a_loss_that_no_record_alone_can_lower_is_refused(tmp_path: Path, make: Make, why: str) -> None:
+    with pytest.raises(SelfTestError, match=why):
+        trained_on(tmp_path / "run", make(), zoo.texts())
+
+
+def test_a_weight_without_elements_is_left_alone(tmp_path: Path) -> None:
+    model = zoo.Empty()
+    with pytest.raises(ClipError, match="registers has no elements to train"):
+        BookKeepingClip(RULE).prepare(model)
+    assert trained_on(tmp_path / "run", model, zoo.texts())["registers"].shape == (0, zoo.WIDTH)
 
 
 def test_the_form_of_a_public_example_suffices_for_the_self_test(tmp_path: Path) -> None:
