@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision import ops
 
 import murmuration
 from murmuration.accounting.errors import PlanError
@@ -197,6 +198,15 @@ def test_a_target_that_is_no_class_reaches_no_memory_beside_its_scores(function:
 
     found = isolated(lambda record: losses(record["x"], record["y"]), {"x": scores, "y": targets}, 3)
     assert torch.allclose(found.flatten(), losses(scores, targets.clamp(0, 3)))
+
+
+@pytest.mark.parametrize("crop", [ops.roi_align, ops.roi_pool, ops.ps_roi_align, ops.ps_roi_pool])
+def test_boxes_of_a_record_are_refused_where_they_may_name_its_neighbour(crop: Any) -> None:
+    pictures, boxes = torch.randn(3, 4, 8, 8), torch.tensor([0.0, 0.0, 0.0, 6.0, 6.0]).expand(3, 2, 5)
+    with pytest.raises(ClipError, match=r"roi_\w+ may read beyond a record"):
+        isolated(lambda record: crop(record["x"], record["y"].flatten(0, 1), (2, 2)), {"x": pictures, "y": boxes}, 3)
+    found = isolated(lambda record: crop(record["x"], boxes[0], (2, 2)), {"x": pictures}, 3)
+    assert torch.allclose(found, torch.stack([crop(picture[None], boxes[0], (2, 2)) for picture in pictures]))
 
 
 # Through the public class, on the data that show the worst: the runs that once had a certificate and were told apart.

@@ -36,6 +36,11 @@ from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.standardised import Standardisation
 from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor
 
+# What type checkers do not know of PyTorch.
+_TORCH: Any = torch
+DATA, REQUIRES_GRAD = _TORCH.Tensor.data.__get__, _TORCH.Tensor.requires_grad.__get__
+LEFT_ALIGNED, PAD_SEQUENCE = _TORCH._nested_tensor_from_mask_left_aligned, _TORCH._C._nn.pad_sequence
+
 # The widest LayerNorm whose rows fit into the registers of its kernel.
 WIDEST = 4096
 
@@ -468,11 +473,21 @@ def ctc_loss(
     return tracker.otherwise(function, (log_probs, targets.clamp(0, log_probs.shape[-1] - 1), *args), settings)
 
 
+def of_boxes(name: str, tracker: ParameterTracker, picture: Tensor, boxes: Tensor, *settings: Any) -> Tensor:
+    """torchvision does not check that a box lies in a picture of the batch: its first number may name a neighbour, and
+    one that is no number any place in memory."""
+    if is_of_records(boxes):
+        raise ClipError(
+            f"{name} may read beyond a record where its boxes are a record's own; give the same boxes for all records, "
+            "or crop by grid_sample"
+        )
+    return tracker.otherwise(getattr(torch.ops.torchvision, name), (picture, boxes, *settings), {})
+
+
 def left_aligned(tracker: ParameterTracker, *given: Any) -> bool:
     """Whether nn.TransformerEncoder may pack its rows, which it asks in evaluation mode and is a branch on data. It is
     always right not to."""
-    asked = torch._nested_tensor_from_mask_left_aligned
-    return not any(map(is_of_records, given)) and tracker.otherwise(asked, given, {})
+    return not any(map(is_of_records, given)) and tracker.otherwise(LEFT_ALIGNED, given, {})
 
 
 def laid_out(
@@ -486,13 +501,13 @@ def laid_out(
 
 def data(tracker: ParameterTracker, tensor: Tensor) -> Tensor:
     """PyTorch refuses `.data` within vmap. To read, it is what `detach` gives: the same numbers, without history."""
-    return tensor.detach() if is_of_records(tensor) else tracker.otherwise(torch.Tensor.data.__get__, (tensor,), {})
+    return tensor.detach() if is_of_records(tensor) else tracker.otherwise(DATA, (tensor,), {})
 
 
 def requires_grad(tracker: ParameterTracker, tensor: Tensor) -> bool:
     """Within vmap a record's tensor answers that it needs no gradient, and a module that asks goes another way."""
     if not is_of_records(tensor):
-        return tracker.otherwise(torch.Tensor.requires_grad.__get__, (tensor,), {})
+        return tracker.otherwise(REQUIRES_GRAD, (tensor,), {})
     return leave(tensor, tracker.records).requires_grad
 
 
@@ -511,7 +526,7 @@ def pad_sequence(
     """PyTorch has no kernel of it for vmap. The lengths are those of shapes, and so the same for all records."""
     if not any(map(is_of_records, sequences)) or any(tracker.source(x) is not None for x in sequences):
         settings = {"batch_first": batch_first, "padding_value": padding_value, "padding_side": padding_side}
-        return tracker.otherwise(torch._C._nn.pad_sequence, (sequences,), settings)  # pyright: ignore[reportAttributeAccessIssue]
+        return tracker.otherwise(PAD_SEQUENCE, (sequences,), settings)
     longest = max(len(x) for x in sequences)
 
     def padded(x: Tensor) -> Tensor:
@@ -566,12 +581,16 @@ LAYER_RULES = {
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
     **{each: partial(ctc_loss, each) for each in (F.ctc_loss, torch.ctc_loss)},
+    **{
+        f"torchvision.{each}": partial(of_boxes, each)
+        for each in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")
+    },
     **{each: partial(laid_out, each) for each in (torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone)},
-    torch._nested_tensor_from_mask_left_aligned: left_aligned,
-    torch.Tensor.data.__get__: data,
-    torch.Tensor.requires_grad.__get__: requires_grad,
+    LEFT_ALIGNED: left_aligned,
+    DATA: data,
+    REQUIRES_GRAD: requires_grad,
     torch.Tensor.requires_grad_: requires_grad_,
-    torch._C._nn.pad_sequence: pad_sequence,  # pyright: ignore[reportAttributeAccessIssue]
+    PAD_SEQUENCE: pad_sequence,
     F.multi_head_attention_forward: attention,
     F.scaled_dot_product_attention: dot_product_attention,
     **RECURRENT_RULES,
