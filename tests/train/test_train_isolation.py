@@ -209,6 +209,13 @@ def test_boxes_of_a_record_are_refused_where_they_may_name_its_neighbour(crop: A
     assert torch.allclose(found, torch.stack([crop(picture[None], boxes[0], (2, 2)) for picture in pictures]))
 
 
+def test_offsets_of_a_record_are_refused_where_they_may_point_anywhere() -> None:
+    convolution = ops.DeformConv2d(3, 2, 3, padding=1)
+    inputs = {"x": torch.randn(2, 3, 4, 4), "offset": torch.randn(2, 18, 4, 4)}
+    with pytest.raises(ClipError, match="deform_conv2d may read beyond a record"):
+        isolated(lambda record: convolution(record["x"], record["offset"]), inputs, 2)
+
+
 # Through the public class, on the data that show the worst: the runs that once had a certificate and were told apart.
 
 

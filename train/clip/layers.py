@@ -41,6 +41,8 @@ _TORCH: Any = torch
 DATA, REQUIRES_GRAD = _TORCH.Tensor.data.__get__, _TORCH.Tensor.requires_grad.__get__
 LEFT_ALIGNED, PAD_SEQUENCE = _TORCH._nested_tensor_from_mask_left_aligned, _TORCH._C._nn.pad_sequence
 
+BY_PLACES = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
+
 # The widest LayerNorm whose rows fit into the registers of its kernel.
 WIDEST = 4096
 
@@ -473,15 +475,15 @@ def ctc_loss(
     return tracker.otherwise(function, (log_probs, targets.clamp(0, log_probs.shape[-1] - 1), *args), settings)
 
 
-def of_boxes(name: str, tracker: ParameterTracker, picture: Tensor, boxes: Tensor, *settings: Any) -> Tensor:
-    """torchvision does not check that a box lies in a picture of the batch: its first number may name a neighbour, and
-    one that is no number any place in memory."""
-    if is_of_records(boxes):
+def by_places(name: str, tracker: ParameterTracker, picture: Tensor, *given: Any) -> Tensor:
+    """torchvision does not check where boxes and offsets point. A box may name a neighbour's picture, and a number that
+    is not finite any place in memory."""
+    if any(map(is_of_records, given)):
         raise ClipError(
-            f"{name} may read beyond a record where its boxes are a record's own; give the same boxes for all records, "
-            "or crop by grid_sample"
+            f"{name} may read beyond a record where a record says at what places; give the same for all records, or "
+            "use grid_sample"
         )
-    return tracker.otherwise(getattr(torch.ops.torchvision, name), (picture, boxes, *settings), {})
+    return tracker.otherwise(getattr(torch.ops.torchvision, name), (picture, *given), {})
 
 
 def left_aligned(tracker: ParameterTracker, *given: Any) -> bool:
@@ -581,10 +583,7 @@ LAYER_RULES = {
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
     **{each: partial(ctc_loss, each) for each in (F.ctc_loss, torch.ctc_loss)},
-    **{
-        f"torchvision.{each}": partial(of_boxes, each)
-        for each in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")
-    },
+    **{f"torchvision.{each}": partial(by_places, each) for each in BY_PLACES},
     **{each: partial(laid_out, each) for each in (torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone)},
     LEFT_ALIGNED: left_aligned,
     DATA: data,
