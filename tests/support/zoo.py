@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -200,6 +203,14 @@ class DataCounter(FrozenCounter):
         return Text.forward(self, inputs)
 
 
+class DataReplaced(FrozenCounter):
+    """As a centre that follows what records are like."""
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        self.counts.data = inputs["tokens"].float().mean().view(1)
+        return Text.forward(self, inputs)
+
+
 class ReplacedBuffer(BufferCounter):
     """The next pass meets what this one left."""
 
@@ -329,12 +340,52 @@ class GradientInside(Text):
         return losses + slope.square().sum((1, 2))
 
 
+class Unfreezing(Text):
+    def hidden(self, tokens: Tensor) -> Tensor:
+        self.inner.weight.requires_grad_()
+        return super().hidden(tokens)
+
+
 class InBatchNegatives(Text):
     def forward(self, inputs: Inputs) -> Tensor:
         hidden = self.hidden(inputs["tokens"])
         one, other = F.normalize(hidden[:, 0]), F.normalize(hidden[:, -1])
         scores = one @ other.T
         return F.cross_entropy(scores, torch.arange(len(scores)), reduction="none") + self.losses(hidden, inputs)
+
+
+class ContrastAlone(Text):
+    """Compares records and does nothing else: the softmax over one pair is 1, whatever the weights."""
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        hidden = self.hidden(inputs["tokens"])
+        scores = self.head(hidden[:, 0]) @ self.head(hidden[:, -1]).T
+        return F.cross_entropy(scores, torch.arange(len(scores)), reduction="none")
+
+
+class Overflowing(Text):
+    def forward(self, inputs: Inputs) -> Tensor:
+        return super().forward(inputs) + (1e4 * self.hidden(inputs["tokens"]).square()).exp().sum((1, 2))
+
+
+class LastHidden(Text):
+    """Shows what it computed last, as extractors and recorders of attention do."""
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        self.latents = super().hidden(tokens)
+        return self.latents
+
+
+class Empty(Text):
+    """As a transformer whose number of register tokens is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registers = nn.Parameter(torch.zeros(0, WIDTH))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        hidden = super().hidden(tokens)
+        return torch.cat([self.registers.expand(len(hidden), -1, -1), hidden], 1)
 
 
 class OneMean(Text):
@@ -459,6 +510,24 @@ class Layers(nn.Module):
     def forward(self, inputs: Inputs) -> Tensor:
         x = self.run(self.net, self.first(inputs["x"]))
         return F.cross_entropy(self.head(x.flatten(1, -2).mean(1)), inputs["label"], reduction="none")
+
+
+def only_of_weights(net: nn.Module, x: Tensor) -> Tensor:
+    """As a straight-through estimator that is skipped for what is an input."""
+    assert not x.detach().requires_grad
+    found = net(x)
+    return found + (found.round() - found).detach() if found.requires_grad else found
+
+
+def padded(net: nn.Module, x: Tensor) -> Tensor:
+    short = pad_sequence([*net(x)[:, 3:], *net(x)], batch_first=True, padding_value=0.5)
+    return (short * pad_sequence([*x, *x[:, 5:]], batch_first=True, padding_side="left")).mean(0, keepdim=True)
+
+
+class Reordered(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        last = {"memory_format": torch.channels_last}
+        return x.to(**last) + x.contiguous(**last) + x.clone(**last)
 
 
 class Free(nn.Module):
@@ -807,11 +876,13 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "padding dropped": PaddingDropped, "packed by lengths": PackedByLengths,
         "branch on the batch": BranchOnTheBatch, "scaled by the batch": ScaledByTheBatch, "hard examples": HardExamples,
         "a number read": ChosenByNumber, "frozen counter": FrozenCounter, "counter in a buffer": BufferCounter,
-        "counter by .data": DataCounter, "buffer replaced": ReplacedBuffer, "frozen max_norm": FrozenMaxNorm,
+        "counter by .data": DataCounter, "weights moved by .data": DataReplaced,
+        "buffer replaced": ReplacedBuffer, "frozen max_norm": FrozenMaxNorm,
         "trained max_norm": TrainedMaxNorm, "scaled by frequency": ByFrequency, "prototypes moved": MovedPrototypes,
         "frozen prototypes moved": MovedFrozenPrototypes, "queue": Queue, "late queue": LateQueue,
         "global list": GlobalList, "running mean": RunningMean, "late mixup": LateMixup,
-        "a gradient inside": GradientInside, "negatives of the batch": InBatchNegatives, "one mean": OneMean,
+        "a gradient inside": GradientInside, "weights thawed": Unfreezing,
+        "negatives of the batch": InBatchNegatives, "one mean": OneMean,
         "centred over the batch": batch(lambda x: x - x.mean(0, keepdim=True)),
         "neighbour added": batch(lambda x: x + 0.5 * x.roll(1, 0)), "reversed": batch(lambda x: x.flip(0)),
         "softmax over the batch": batch(lambda x: x.softmax(0)), "cumulative": batch(lambda x: x.cumsum(0)),
@@ -820,6 +891,8 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "instance norm with statistics": lambda: Normalised(nn.InstanceNorm2d(4, track_running_stats=True)),
         "dropout": lambda: Layers(nn.Dropout(0.5)), "rrelu": lambda: Layers(nn.RReLU()),
         "noise": batch(lambda x: x + torch.randn_like(x)),
+        "dropped by Python": batch(lambda x: x * (random.random() < 0.5)),
+        "dropped by NumPy": batch(lambda x: x * torch.from_numpy(np.random.binomial(1, 0.5, WIDTH))),
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
         "experts by index": RoutedExperts, "counted": Counted,
@@ -842,6 +915,10 @@ def ordinary() -> dict[str, Callable[[], nn.Module]]:
         "layer norm": lambda: Layers(nn.LayerNorm(WIDTH)), "rms norm": lambda: Layers(nn.RMSNorm(WIDTH)),
         "attention": lambda: attention(batch_first=True), "attention over the first": lambda: attention(),
         "encoder layer": lambda: Layers(block(WIDTH, 2, 24, dropout=0.0, batch_first=True)),
+        "encoder in evaluation mode, padding hidden": lambda: Layers(
+            nn.TransformerEncoder(block(WIDTH, 2, 24, dropout=0.0, batch_first=True), 2).eval(),
+            lambda net, x: net(x, src_key_padding_mask=torch.arange(TOKENS) > 7 + 2 * x[:, :1, 0].sign()),
+        ),
         "decoder layer": lambda: Layers(
             nn.TransformerDecoderLayer(WIDTH, 2, 24, dropout=0.0, batch_first=True), lambda net, x: net(x, x)
         ),
@@ -874,6 +951,14 @@ def ordinary() -> dict[str, Callable[[], nn.Module]]:
             nn.Linear(WIDTH, WIDTH), lambda net, x: torch.vmap(lambda row: net(row).tanh())(x)
         ),
         "embedding bag": Bag,
+        "sum begun with a zero": lambda: Layers(
+            nn.Linear(WIDTH, WIDTH), lambda net, x: torch.zeros(()).requires_grad_() + net(x)
+        ),
+        "asks what needs a gradient": lambda: Layers(nn.Linear(WIDTH, WIDTH), only_of_weights),
+        "sequences of two lengths": lambda: Layers(nn.Linear(WIDTH, WIDTH), padded),
+        "numbers without history": lambda: Layers(
+            nn.Linear(WIDTH, WIDTH), lambda net, x: net(x) * net(x).data + net(x).sort(1)[1].data
+        ),
         "cnn": lambda: Convolutions(
             nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, CLASSES, 3)
         ),
@@ -881,6 +966,9 @@ def ordinary() -> dict[str, Callable[[], nn.Module]]:
         "transposed": lambda: Convolutions(nn.Conv2d(3, 4, 4, stride=4), nn.ConvTranspose2d(4, CLASSES, 2, stride=2)),
         "conv in one dimension": lambda: Layers(
             nn.Conv1d(WIDTH, WIDTH, 3, padding=1), lambda net, x: net(x.transpose(1, 2)).transpose(1, 2)
+        ),
+        "channels last": lambda: Convolutions(
+            nn.Conv2d(3, 8, 3), Reordered(), nn.ReLU(), nn.Conv2d(8, CLASSES, 3)
         ),
         "frozen batch norm": lambda: Normalised(nn.BatchNorm2d(4), frozen=True),
         "instance norm": lambda: Normalised(nn.InstanceNorm2d(4, affine=True)),

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision import ops
 
 import murmuration
 from murmuration.accounting.ledger.chain import LedgerError
@@ -71,16 +73,19 @@ REFUSED = {
     "one mean": "losses of shape", "batch norm": "running statistics", "sync batch norm": "running statistics",
     "instance norm with statistics": "running statistics", "dropout": "draws random numbers",
     "rrelu": "cannot run for one record at a time",
-    "noise": "draws random numbers", "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
+    "noise": "draws random numbers", "dropped by Python": "by Python's random",
+    "dropped by NumPy": "by Python's random or by NumPy",
+    "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
     "function of one's own": "autograd.Function of its own", "experts by index": "picks rows or elements",
     "counted": "as long as what a record holds",
     "a word not found": "catches an error", "one not found by a script": "catches an error",
     "one not found within a function": "catches an error", "not factorised": "catches an error",
     "a rule of its own": "rule for vmap of its own", "an operator's rule": "rule for vmap of its own",
     "a dispatch mode": "TorchDispatchMode", "hooks on saved tensors": "saved_tensors_hooks",
-    "buffer swapped": "in the place of counts", "kept for a gradient": "kept a tensor of an earlier",
+    "buffer swapped": "in the place of counts", "weights moved by .data": "writes a record's values",
+    "kept for a gradient": "kept a tensor of an earlier",
     "printed": "prints a record's tensor", "scripted": "is scripted",
-    "a gradient inside": "asks autograd for a gradient",
+    "a gradient inside": "asks autograd for a gradient", "weights thawed": "calls requires_grad_.. of",
 }  # fmt: skip
 
 
@@ -177,6 +182,38 @@ def test_only_transformers_itself_is_told_that_a_mask_hides_something() -> None:
         isolated(lambda record: passes_on(record["x"]), masks, 3)
 
 
+@pytest.mark.parametrize("function", [F.ctc_loss, torch.ctc_loss])
+def test_a_target_that_is_no_class_reaches_no_memory_beside_its_scores(function: Any) -> None:
+    """PyTorch's kernel reads there, and its backward pass writes there."""
+    scores, targets = torch.randn(3, 5, 4).log_softmax(-1), torch.tensor([[4, 1], [1, 2], [-1, 3]])
+
+    def losses(scores: Tensor, targets: Tensor) -> Tensor:
+        count = len(scores)
+        lengths = torch.full((count,), 5), torch.full((count,), 2)
+        return function(
+            scores.transpose(0, 1), targets, *lengths, reduction=0 if function is torch.ctc_loss else "none"
+        )
+
+    found = isolated(lambda record: losses(record["x"], record["y"]), {"x": scores, "y": targets}, 3)
+    assert torch.allclose(found.flatten(), losses(scores, targets.clamp(0, 3)))
+
+
+@pytest.mark.parametrize("crop", [ops.roi_align, ops.roi_pool, ops.ps_roi_align, ops.ps_roi_pool])
+def test_boxes_of_a_record_are_refused_where_they_may_name_its_neighbour(crop: Any) -> None:
+    pictures, boxes = torch.randn(3, 4, 8, 8), torch.tensor([0.0, 0.0, 0.0, 6.0, 6.0]).expand(3, 2, 5)
+    with pytest.raises(ClipError, match=r"roi_\w+ may read beyond a record"):
+        isolated(lambda record: crop(record["x"], record["y"].flatten(0, 1), (2, 2)), {"x": pictures, "y": boxes}, 3)
+    found = isolated(lambda record: crop(record["x"], boxes[0], (2, 2)), {"x": pictures}, 3)
+    assert torch.allclose(found, torch.stack([crop(picture[None], boxes[0], (2, 2)) for picture in pictures]))
+
+
+def test_offsets_of_a_record_are_refused_where_they_may_point_anywhere() -> None:
+    convolution = ops.DeformConv2d(3, 2, 3, padding=1)
+    inputs = {"x": torch.randn(2, 3, 4, 4), "offset": torch.randn(2, 18, 4, 4)}
+    with pytest.raises(ClipError, match="deform_conv2d may read beyond a record"):
+        isolated(lambda record: convolution(record["x"], record["offset"]), inputs, 2)
+
+
 # Through the public class, on the data that show the worst: the runs that once had a certificate and were told apart.
 
 
@@ -228,6 +265,7 @@ def test_a_loss_over_the_tokens_of_the_batch_moves_a_run_by_c_at_most(tmp_path: 
         (zoo.MovedFrozenPrototypes, "writes a record's values"), (zoo.LateMixup, "the attribute calls changed"),
         (zoo.LateQueue, "kept a tensor|the attribute queue"),
         (zoo.SpectralNorm, "the buffer .*_u changed while the model ran"),
+        (zoo.LastHidden, "the attribute latents still holds tensors of the self-test's records"),
     ],
 )  # fmt: skip
 def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Path, make: Make, why: str) -> None:
@@ -236,6 +274,22 @@ def test_what_forward_would_keep_is_refused_before_the_first_record(tmp_path: Pa
     # Nothing but the ledger's first lines was written, and the folder can be used again.
     assert not re.search('"kind": ?"open"', (tmp_path / "run" / "ledger.jsonl").read_text())
     trained_on(tmp_path / "run", zoo.Text(), zoo.texts(), new_segment="another module")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(zoo.ContrastAlone, "a test record alone has no gradient"), (zoo.Overflowing, "the loss of a test record is inf")],
+)
+def test_a_loss_that_no_record_alone_can_lower_is_refused(tmp_path: Path, make: Make, why: str) -> None:
+    with pytest.raises(SelfTestError, match=why):
+        trained_on(tmp_path / "run", make(), zoo.texts())
+
+
+def test_a_weight_without_elements_is_left_alone(tmp_path: Path) -> None:
+    model = zoo.Empty()
+    with pytest.raises(ClipError, match="registers has no elements to train"):
+        BookKeepingClip(RULE).prepare(model)
+    assert trained_on(tmp_path / "run", model, zoo.texts())["registers"].shape == (0, zoo.WIDTH)
 
 
 def test_the_form_of_a_public_example_suffices_for_the_self_test(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ memory than `HOLD` allows.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
@@ -127,6 +129,9 @@ class BookKeepingClip:
         halves = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
         if halves:
             raise ClipError(f"{halves[0]} is in half precision, and sums would be rounded; keep parameters in fp32")
+        empty = [name for name, p in model.named_parameters() if p.requires_grad and not p.numel()]
+        if empty:
+            raise ClipError(f"{empty[0]} has no elements to train; freeze it with requires_grad_(False)")
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise ClipError(
@@ -235,13 +240,19 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
+        before = None if self._checked else _drawn_so_far()
         with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = losses_of(model, inputs, tracker.records, tracker)
+        if before is not None and before != _drawn_so_far():
+            raise ClipError(
+                "forward() draws random numbers by Python's random or by NumPy, the same for all records; set rates of "
+                "dropout to 0, and make every other random choice an input"
+            )
         if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ClipError(
-                f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze it, or leave out "
-                "reentrant checkpointing"
+                f"the loss does not use {unused[0]}{more} in a way that can be clipped; freeze each weight whose .grad "
+                "is None after a plain backward pass, or leave out reentrant checkpointing"
             )
         if not self._checked:  # once: walking a graph takes time
             _refuse_unseen(tracker, losses)
@@ -262,6 +273,12 @@ class BookKeepingClip:
                 "keep nothing and choose nothing at random, or leave checkpointing out"
             ) from error
         return losses
+
+
+def _drawn_so_far() -> object:
+    """Changes when Python's or NumPy's own generator is asked. PyTorch's refuse to be, where records are isolated."""
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), of_numpy["pos"], of_numpy["key"].tobytes()
 
 
 def _over_groups(norms: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from murmuration.train.clip import kernels
 from murmuration.train.clip.functions import (
@@ -35,6 +35,13 @@ from murmuration.train.clip.recurrent import RECURRENT_RULES
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.standardised import Standardisation
 from murmuration.train.clip.tracker import ParameterTracker, TrackedTensor
+
+# What type checkers do not know of PyTorch.
+_TORCH: Any = torch
+DATA, REQUIRES_GRAD = _TORCH.Tensor.data.__get__, _TORCH.Tensor.requires_grad.__get__
+LEFT_ALIGNED, PAD_SEQUENCE = _TORCH._nested_tensor_from_mask_left_aligned, _TORCH._C._nn.pad_sequence
+
+BY_PLACES = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 
 # The widest LayerNorm whose rows fit into the registers of its kernel.
 WIDEST = 4096
@@ -459,6 +466,79 @@ def cross_entropy(
     return tracker.on_records(lambda x: F.cross_entropy(x, targets, **own), input)
 
 
+def ctc_loss(
+    function: Callable[..., Tensor], tracker: ParameterTracker, log_probs: Tensor, targets: Tensor, *args: Any,
+    **settings: Any,
+) -> Tensor:  # fmt: skip
+    """PyTorch does not check targets. One that is no class would read what lies beside the record's own scores, and its
+    gradient be written there, whosever that memory is."""
+    return tracker.otherwise(function, (log_probs, targets.clamp(0, log_probs.shape[-1] - 1), *args), settings)
+
+
+def by_places(name: str, tracker: ParameterTracker, picture: Tensor, *given: Any) -> Tensor:
+    """torchvision does not check where boxes and offsets point. A box may name a neighbour's picture, and a number that
+    is not finite any place in memory."""
+    if any(map(is_of_records, given)):
+        raise ClipError(
+            f"{name} may read beyond a record where a record says at what places; give the same for all records, or "
+            "use grid_sample"
+        )
+    return tracker.otherwise(getattr(torch.ops.torchvision, name), (picture, *given), {})
+
+
+def left_aligned(tracker: ParameterTracker, *given: Any) -> bool:
+    """Whether nn.TransformerEncoder may pack its rows, which it asks in evaluation mode and is a branch on data. It is
+    always right not to."""
+    return not any(map(is_of_records, given)) and tracker.otherwise(LEFT_ALIGNED, given, {})
+
+
+def laid_out(
+    function: Callable[..., Tensor], tracker: ParameterTracker, tensor: Tensor, *args: Any, **settings: Any
+) -> Tensor:
+    """Of a record's picture, vmap sees a dimension too many for channels to lie last. It is the same picture."""
+    if is_of_records(tensor) and "memory_format" in settings:
+        settings["memory_format"] = torch.contiguous_format
+    return tracker.otherwise(function, (tensor, *args), settings)
+
+
+def data(tracker: ParameterTracker, tensor: Tensor) -> Tensor:
+    """PyTorch refuses `.data` within vmap. To read, it is what `detach` gives: the same numbers, without history."""
+    return tensor.detach() if is_of_records(tensor) else tracker.otherwise(DATA, (tensor,), {})
+
+
+def requires_grad(tracker: ParameterTracker, tensor: Tensor) -> bool:
+    """Within vmap a record's tensor answers that it needs no gradient, and a module that asks goes another way."""
+    if not is_of_records(tensor):
+        return tracker.otherwise(REQUIRES_GRAD, (tensor,), {})
+    return leave(tensor, tracker.records).requires_grad
+
+
+def requires_grad_(tracker: ParameterTracker, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    """PyTorch refuses it within vmap, also of a constant, such as the zero that a sum of losses begins with."""
+    if is_of_records(tensor) or isinstance(tensor, nn.Parameter):
+        return tracker.otherwise(torch.Tensor.requires_grad_, (tensor, requires_grad), {})
+    with outside():
+        return tensor.requires_grad_(requires_grad)
+
+
+def pad_sequence(
+    tracker: ParameterTracker, sequences: list[Tensor], batch_first: bool = False, padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Tensor:  # fmt: skip
+    """PyTorch has no kernel of it for vmap. The lengths are those of shapes, and so the same for all records."""
+    if not any(map(is_of_records, sequences)) or any(tracker.source(x) is not None for x in sequences):
+        settings = {"batch_first": batch_first, "padding_value": padding_value, "padding_side": padding_side}
+        return tracker.otherwise(PAD_SEQUENCE, (sequences,), settings)
+    longest = max(len(x) for x in sequences)
+
+    def padded(x: Tensor) -> Tensor:
+        missing = longest - len(x)
+        ends = (0, missing) if padding_side == "right" else (missing, 0)
+        return F.pad(x, (0, 0) * (x.dim() - 1) + ends, value=padding_value)
+
+    return torch.stack([padded(x) for x in sequences], 0 if batch_first else 1)
+
+
 def rows(tracker: ParameterTracker, x: Tensor) -> Tensor:
     """[B·m, …, d] -> [B, T, d]"""
     return x.reshape(tracker.records, -1, x.shape[-1])
@@ -502,6 +582,14 @@ LAYER_RULES = {
     F.max_pool2d: max_pool2d,
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
+    **{each: partial(ctc_loss, each) for each in (F.ctc_loss, torch.ctc_loss)},
+    **{f"torchvision.{each}": partial(by_places, each) for each in BY_PLACES},
+    **{each: partial(laid_out, each) for each in (torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone)},
+    LEFT_ALIGNED: left_aligned,
+    DATA: data,
+    REQUIRES_GRAD: requires_grad,
+    torch.Tensor.requires_grad_: requires_grad_,
+    PAD_SEQUENCE: pad_sequence,
     F.multi_head_attention_forward: attention,
     F.scaled_dot_product_attention: dot_product_attention,
     **RECURRENT_RULES,

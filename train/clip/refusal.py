@@ -21,6 +21,8 @@ class Objection(NamedTuple):
     instead: str
 
 
+# Tensors that are made within forward() are seen as one for all records, unless they are made of a record's.
+FILLED = "let forward() write into nothing that outlives it, and begin what it fills from its input (x.new_zeros)"
 OBJECTIONS = [
     Objection(
         "data-dependent control flow", "branches on what a record holds",
@@ -56,20 +58,21 @@ OBJECTIONS = [
         "use LayerNorm or GroupNorm, or freeze it in evaluation mode",
     ),
     Objection(
-        "vmap: inplace", "writes a record's values into a tensor that all records share",
-        "let forward() write into nothing that outlives it",
+        "vmap: inplace", "writes a record's values into a tensor that all records share", FILLED,
+    ),
+    Objection(
+        "mutating directly with `.data`", "writes a record's values into a tensor that all records share", FILLED,
     ),
     Objection(
         "mutate a captured Tensor", "writes into a tensor that outlives it",
         "let forward() write into nothing that outlives it, such as running statistics",
     ),
     Objection(
-        "match the broadcast shape", "writes a record's values into a tensor that all records share",
-        "let forward() write into nothing that outlives it",
+        "match the broadcast shape", "writes a record's values into a tensor that all records share", FILLED,
     ),
     Objection(
         "(self, *extra_args) is not possible", "writes a record's values into a tensor that all records share",
-        "let forward() write into nothing that outlives it, and leave a router's load-balancing loss out",
+        f"{FILLED}; leave a router's load-balancing loss out",
     ),
     Objection(
         "cannot register a hook", "registers a hook on a record's tensor", "scale the loss instead of its gradient",
@@ -89,6 +92,10 @@ OBJECTIONS = [
     Objection(
         "vmap: we do not yet support", "calls a function that PyTorch cannot run for one record at a time",
         "write it with plain functions",
+    ),
+    Objection(
+        "call Tensor.requires_grad_()", "calls requires_grad_() of a record's tensor or a weight",
+        "leave it out, or use torch.func.grad of a function of a record's tensors",
     ),
     Objection(
         "does not have a grad_fn", "asks autograd for a gradient within forward()",

@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import saved_tensors_hooks
 
 from murmuration.train.clip.functions import PerRecord
@@ -187,7 +188,8 @@ class ParameterTracker(OneMicroBatch):
         self._lent = any(map(is_lent, parameters.values()))
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        rule = self._layers.get(func)
+        # Operators of other packages are known by name, so that these need not be loaded.
+        rule = self._layers.get(str(func) if isinstance(func, (OpOverload, OpOverloadPacket)) else func)
         if rule is not None and directly():
             return rule(self, *args, **kwargs)
         return self.otherwise(func, args, kwargs)

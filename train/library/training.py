@@ -49,7 +49,7 @@ from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.trainer import Spent, Trainer
-from murmuration.train.self_test.held import Held
+from murmuration.train.self_test.held import Held, attributes_of
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.run_dir import BadRecordList
@@ -112,6 +112,9 @@ class PrivateTraining:
         self._started = started(model, start, self.ranks)
         self.model = self._started.model
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
+        for parameter in self.model.parameters():
+            if not parameter.numel():  # a switched-off token, say: there is nothing to train
+                parameter.requires_grad_(False)
         self._model = self.model if loss is None else Losses(self.model, loss)
         batch = float(read.n) if math.isinf(privacy.expected_batch) else privacy.expected_batch
         steps = settings.steps or steps_of(settings.epochs or 1, read.n, batch, privacy.sampling)
@@ -344,9 +347,11 @@ class Unchanged:
 
     def proved(self) -> None:
         if kept := kept_of_records() - self._kept:
+            held = "a record's"
+            where = next((name for name, words in attributes_of(self._model).items() if held in words), "something")
             raise SelfTestError(
-                f"{len(kept)} tensors of the self-test's records are still held somewhere; let forward() keep nothing, "
-                "not in a list outside the model either"
+                f"{where} still holds tensors of the self-test's records, {len(kept)} in all; let forward() keep "
+                "nothing, not in a list outside the model either"
             )
         self._modes, self._held, self._proved = modes_of(self._model), Held.by(self._model), True
 

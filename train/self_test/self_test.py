@@ -209,14 +209,23 @@ class _Test:
         rule, alone = self.clip.rule, torch.zeros_like(self.batch.present)
         alone[0] = True
 
-        def size(rule: ClipRule) -> float:
-            return _norm(self._totals(self.batch.inputs, alone, rule)[0].values())
+        def clipped(rule: ClipRule) -> tuple[float, Clipped]:
+            totals, seen = self._totals(self.batch.inputs, alone, rule)
+            return _norm(totals.values()), seen
 
-        whole = size(replace(rule, kind="flat", bound=1e30))
+        whole, seen = clipped(replace(rule, kind="flat", bound=1e30))
+        if not whole:
+            loss = float(seen.losses[0])
+            raise SelfTestError(
+                "a test record alone has no gradient, as with a loss that compares records with one another; give each "
+                "record a loss of its own"
+                if math.isfinite(loss)
+                else f"the loss of a test record is {loss}; let example= or synthetic= have the ranges of the items"
+            )
         ratios = []
         for kind in ("flat", rule.kind):
             tight = replace(rule, kind=kind, bound=whole / 10)
-            ratios.append(size(tight) / tight.sensitivity if whole else math.inf)
+            ratios.append(clipped(tight)[0] / tight.sensitivity)
         if not all(ratio <= 1.0 for ratio in ratios):
             raise SelfTestError(
                 f"one record moved the sum by {max(ratios):.3f} times the bound; clipping does not hold"
