@@ -205,11 +205,15 @@ class Geometry:
         """The weight gradient, summed over the given records."""
         return self._backward(x, x.new_empty(shape), gradient, [False, True, False])[1]
 
+    def patches(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """[N, places, inputs of one]: what the kernel sees at each place; for images, and without groups."""
+        cut = F.unfold(x, shape[2:], tuple(self.dilation), tuple(self.padding), tuple(self.stride))
+        return cut.transpose(1, 2)
+
     def from_patches(self, x: Tensor, shape: torch.Size, gradient: Tensor) -> Tensor:
-        """[N, *shape]: each record's weight gradient as a product with its patches, written side by side, which adds up
-        in fp32 whatever x is in; for images, and without groups."""
-        patches = F.unfold(x, shape[2:], tuple(self.dilation), tuple(self.padding), tuple(self.stride))
-        return products(gradient.flatten(2).transpose(1, 2), patches.transpose(1, 2)).view(-1, *shape)
+        """[N, *shape]: each record's weight gradient as a product with its patches, which adds up in fp32 whatever x is
+        in."""
+        return products(gradient.flatten(2).transpose(1, 2), self.patches(x, shape)).view(-1, *shape)
 
     def terms(self, x: Tensor, kernel: torch.Size, gradient: Tensor) -> Tensor:
         """[N] in fp64: |input patch|² · |output gradient|², summed over all positions."""

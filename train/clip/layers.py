@@ -30,6 +30,7 @@ from murmuration.train.clip.functions import (
     frozen_linear,
 )
 from murmuration.train.clip.isolated import enter, is_of_records, leave, outside
+from murmuration.train.clip.norms import gram_cost
 from murmuration.train.clip.per_record import PerRecordGradient, Reported, over_tokens, wide
 from murmuration.train.clip.recurrent import RECURRENT_RULES
 from murmuration.train.clip.rule import ClipError
@@ -352,16 +353,22 @@ def convolution(
     def report(activation: Tensor, gradient: Tensor) -> None:
         own = gradient.unflatten(0, (tracker.records, -1))
         inputs = (activation.unflatten(0, (tracker.records, -1)),)
-        # Where that is best, each record's gradient is written as a product with its patches, of operands [B, m,
-        # channels, …]. Matrix units of GPUs then take halves, for which libraries of convolutions would round what they
-        # return.
-        x, halves = inputs[0], None
-        if (
-            x.dtype == own.dtype and x.dtype.itemsize == 2 and x.device.type in kernels.DEVICES
-            and x.shape[1] == 1 and geometry.groups == 1 and len(geometry.stride) == 2
-        ):  # fmt: skip
-            halves = by_patches
-        pieces = source.written(inputs, own, write, together, terms, row_dimension=2, write_halves=halves)
+        # A record's image has patches, where there are no groups: operands are [B, m, channels, …].
+        x, on_gpu = inputs[0], inputs[0].device.type in kernels.DEVICES
+        has_patches = x.shape[1] == 1 and geometry.groups == 1 and len(geometry.stride) == 2
+        cost = gram_cost(own[0, 0, 0].numel(), source.shape[0], source.shape[1:].numel())
+        if has_patches and not on_gpu and cost < source.shape.numel():
+            # At so few places, as in the later stages of a ResNet, products of patches are cheaper than a gradient that
+            # is written out, and patches take about as much memory.
+            patches = geometry.patches(x.squeeze(1), source.shape)
+            pieces = source.outer(own.squeeze(1).flatten(2).transpose(1, 2), patches)
+        else:
+            # A written gradient is itself a product with patches where matrix units take halves, for which libraries of
+            # convolutions would round what they return.
+            halves = has_patches and on_gpu and x.dtype == own.dtype and x.dtype.itemsize == 2
+            pieces = source.written(
+                inputs, own, write, together, terms, row_dimension=2, write_halves=by_patches if halves else None
+            )
         if offset is not None:
             pieces += offset.whole(own.flatten(3).sum((1, 3), dtype=wide(own.dtype)))
         tracker.report(pieces)
