@@ -111,6 +111,13 @@ def convolutions() -> Iterator[nn.Module]:
     yield nn.Conv1d(6, 4, 3, padding="same")
 
 
+def few_places() -> Iterator[nn.Module]:
+    """Of kernels over two or three places a side, one twice: gradients are not written out, but patches are."""
+    yield from (nn.Conv2d(4, 8, 3, stride=2), nn.GELU(), nn.Conv2d(8, 16, 3, padding=2, dilation=2, bias=False))
+    shared = nn.Conv2d(16, 16, 3, padding=1)
+    yield from (nn.GELU(), shared, nn.GELU(), shared, nn.Flatten())
+
+
 def norms() -> Iterator[nn.Module]:
     yield from (nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.GELU())
     yield from (nn.Flatten(2), nn.RMSNorm(36), nn.LayerNorm([8, 36]))
@@ -137,6 +144,7 @@ CASES: dict[str, Case] = {
     "used_twice": Case(UsedTwice, dense(5, 6)),
     "norms": Case(lambda: OnX(*norms()), dense(3, 8, 8)),
     "convolutions": Case(lambda: OnX(*convolutions()), dense(4, 7, 7)),
+    "few_places": Case(lambda: OnX(*few_places()), dense(4, 5, 6)),
     "free_parameters": Case(FreeParameters, dense(5, 6)),
     "made_tables": Case(MadeTables, dense(5, 6)),
     "score_bias": Case(ScoreBias, dense(6, 6)),

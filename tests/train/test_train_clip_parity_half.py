@@ -27,7 +27,8 @@ from tests.support.train_helpers import SHAPE, nano_inputs
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16")
 MODELS = ("mae", "captioner", "classifier", "attention", "hf_conv1d", "low_rank", "tied", "used_twice", "norms",
-          "convolutions", "four_dimensions", "one_token", "many_tokens", "big_transfer", "last_layer")  # fmt: skip
+          "convolutions", "few_places", "four_dimensions", "one_token", "many_tokens", "big_transfer",
+          "last_layer")  # fmt: skip
 PROMISE = 1 + 1e-5
 
 

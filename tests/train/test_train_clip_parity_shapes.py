@@ -52,7 +52,8 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...], int]:
     dimensions, groups = draw(st.sampled_from([1, 2, 2, 3])), draw(st.integers(1, 3))
     kernel, dilation = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions]
-    inner, outer = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))
+    # Wide ones have fewer places than a written gradient has elements.
+    inner, outer = (groups * draw(st.sampled_from([1, 2, 3, 8])) for _ in range(2))
     layer = kind(
         inner, outer, kernel, stride=draw(st.integers(1, 3)), padding=draw(st.integers(0, 2)), dilation=dilation,
         groups=groups, bias=draw(st.booleans()),
