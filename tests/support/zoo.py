@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -891,8 +889,6 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "instance norm with statistics": lambda: Normalised(nn.InstanceNorm2d(4, track_running_stats=True)),
         "dropout": lambda: Layers(nn.Dropout(0.5)), "rrelu": lambda: Layers(nn.RReLU()),
         "noise": batch(lambda x: x + torch.randn_like(x)),
-        "dropped by Python": batch(lambda x: x * (random.random() < 0.5)),
-        "dropped by NumPy": batch(lambda x: x * torch.from_numpy(np.random.binomial(1, 0.5, WIDTH))),
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
         "experts by index": RoutedExperts, "counted": Counted,

@@ -73,8 +73,7 @@ REFUSED = {
     "one mean": "losses of shape", "batch norm": "running statistics", "sync batch norm": "running statistics",
     "instance norm with statistics": "running statistics", "dropout": "draws random numbers",
     "rrelu": "cannot run for one record at a time",
-    "noise": "draws random numbers", "dropped by Python": "by Python's random",
-    "dropped by NumPy": "by Python's random or by NumPy",
+    "noise": "draws random numbers",
     "hook on a tensor": "registers a hook", "hook on a module": "has a backward hook",
     "function of one's own": "autograd.Function of its own", "experts by index": "picks rows or elements",
     "counted": "as long as what a record holds",
@@ -85,7 +84,7 @@ REFUSED = {
     "buffer swapped": "in the place of counts", "weights moved by .data": "writes a record's values",
     "kept for a gradient": "kept a tensor of an earlier",
     "printed": "prints a record's tensor", "scripted": "is scripted",
-    "a gradient inside": "asks autograd for a gradient", "weights thawed": "calls requires_grad_.. of",
+    "a gradient inside": "asks autograd for a gradient", "weights thawed": "of a record's tensor or a weight",
 }  # fmt: skip
 
 

@@ -10,13 +10,11 @@ memory than `HOLD` allows.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward  # pyright: ignore[reportPrivateUsage]
@@ -240,14 +238,8 @@ class BookKeepingClip:
 
     def _run(self, model: nn.Module, inputs: Mapping[str, Tensor], tracker: ParameterTracker) -> Tensor:
         """Losses [B]; afterwards the book contains the pieces of every trainable parameter."""
-        before = None if self._checked else _drawn_so_far()
         with torch.enable_grad(), autocast(self.precision, tracker.anchor.device):
             losses = losses_of(model, inputs, tracker.records, tracker)
-        if before is not None and before != _drawn_so_far():
-            raise ClipError(
-                "forward() draws random numbers by Python's random or by NumPy, the same for all records; set rates of "
-                "dropout to 0, and make every other random choice an input"
-            )
         if unused := sorted(tracker.parameters.keys() - tracker.used.keys()):
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ClipError(
@@ -273,12 +265,6 @@ class BookKeepingClip:
                 "keep nothing and choose nothing at random, or leave checkpointing out"
             ) from error
         return losses
-
-
-def _drawn_so_far() -> object:
-    """Changes when Python's or NumPy's own generator is asked. PyTorch's refuse to be, where records are isolated."""
-    of_numpy = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), of_numpy["pos"], of_numpy["key"].tobytes()
 
 
 def _over_groups(norms: Tensor) -> Tensor:
