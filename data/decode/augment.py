@@ -52,8 +52,8 @@ def view_from(told: Mapping[str, Any]) -> SteadyView:
     """What `view_in_words` wrote."""
     if told == view_in_words("center"):
         return "center"
-    view = ResizeCrop(int(told["resize"]), int(told["crop"]))
-    if told != view_in_words(view):
+    view = ResizeCrop(told["resize"], told["crop"])
+    if told != view_in_words(view) or not all(type(side) is int for side in view):
         raise ValueError(f"view {told!r:.80} is unknown")
     require_known(view)
     return view

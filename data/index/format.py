@@ -77,7 +77,11 @@ def find(folder: str | os.PathLike[str]) -> Path:
 
 
 def mend(folder: str | os.PathLike[str]) -> str:
-    return f"build it with: python launch/prepare.py index {shlex.quote(os.fspath(folder))}"
+    return f"build it with: {_command(folder)}"
+
+
+def _command(folder: str | os.PathLike[str]) -> str:
+    return f"python launch/prepare.py index {shlex.quote(os.fspath(folder))}"
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
@@ -97,8 +101,9 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         found = Manifest(target, head["kind"], root, _count(head["records"]), shards, head)
     except FileNotFoundError as error:
         if not is_url(name := os.fspath(folder)) and not Path(name).exists():
-            how = mend(folder).removeprefix("build it with: ")
-            raise ShardError(f"{name}: no such folder; name another, or put the records there, then {how}") from error
+            raise ShardError(
+                f"{name}: no such folder; name another, or put the records there, then {_command(folder)}"
+            ) from error
         raise ShardError(f"{target}: no index here; {mend(folder)}") from error
     except ShardError:
         raise

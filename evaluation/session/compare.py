@@ -127,7 +127,7 @@ def plot(lines: list[Line], path: Path, by: Axis = "epsilon") -> None:
         axis: Any = figure.subplots()
         # An ε says nothing without its δ: on the axis if it is one for all, at each point otherwise.
         deltas = {line.delta for line in shares if line.delta is not None} if by == "epsilon" else set()
-        common = f" at δ = {show_delta(deltas.copy().pop())}" if len(deltas) == 1 else ""
+        common = f" at δ = {show_delta(next(iter(deltas)))}" if len(deltas) == 1 else ""
         for line in shares:
             claim = [line.privacy] if line.refuted or (len(deltas) > 1 and line.epsilon is not None) else []
             _draw(axis, line, line.places.get(by), claim)

@@ -206,6 +206,13 @@ def test_boxes_of_a_record_are_refused_where_they_may_name_its_neighbour(crop: A
     assert torch.allclose(found, torch.stack([crop(picture[None], boxes[0], (2, 2)) for picture in pictures]))
 
 
+@pytest.mark.parametrize("operator", [torch.ops.torchvision.roi_pool, torch.ops.torchvision.roi_pool.default])
+def test_they_are_refused_however_the_operator_is_called(operator: Any) -> None:
+    records = {"x": torch.randn(2, 4, 8, 8), "boxes": torch.zeros(2, 1, 5)}
+    with pytest.raises(ClipError, match="roi_pool may read beyond a record"):
+        isolated(lambda record: operator(record["x"], record["boxes"].flatten(0, 1), 1.0, 2, 2)[0], records, 2)
+
+
 def test_offsets_of_a_record_are_refused_where_they_may_point_anywhere() -> None:
     convolution = ops.DeformConv2d(3, 2, 3, padding=1)
     inputs = {"x": torch.randn(2, 3, 4, 4), "offset": torch.randn(2, 18, 4, 4)}

@@ -336,7 +336,7 @@ def convolution(
 
     def write(inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
         # Maps of one place keep strides by which kernels in fp64 take them for channels-last, and refuse them.
-        given = [x.clone(memory_format=torch.contiguous_format) if x[0, 0, 0].numel() == 1 else x
+        given = [x.clone(memory_format=torch.contiguous_format) if x.shape[3:].numel() == 1 else x
                  for x in (inputs[0], upstream)]  # fmt: skip
         return torch.vmap(lambda one, gradient: geometry.weight_gradient(one, source.shape, gradient))(*given)
 
@@ -356,7 +356,7 @@ def convolution(
         # A record's image has patches, where there are no groups: operands are [B, m, channels, …].
         x, on_gpu = inputs[0], inputs[0].device.type in kernels.DEVICES
         has_patches = x.shape[1] == 1 and geometry.groups == 1 and len(geometry.stride) == 2
-        cost = gram_cost(own[0, 0, 0].numel(), source.shape[0], source.shape[1:].numel())
+        cost = gram_cost(own.shape[3:].numel(), source.shape[0], source.shape[1:].numel())
         if has_patches and not on_gpu and cost < source.shape.numel():
             # At so few places, as in the later stages of a ResNet, products of patches are cheaper than a gradient that
             # is written out, and patches take about as much memory.

@@ -189,7 +189,8 @@ class ParameterTracker(OneMicroBatch):
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Operators of other packages are known by name, so that these need not be loaded.
-        rule = self._layers.get(str(func) if isinstance(func, (OpOverload, OpOverloadPacket)) else func)
+        named = func.overloadpacket if isinstance(func, OpOverload) else func
+        rule = self._layers.get(str(named) if isinstance(named, OpOverloadPacket) else func)
         if rule is not None and directly():
             return rule(self, *args, **kwargs)
         return self.otherwise(func, args, kwargs)
