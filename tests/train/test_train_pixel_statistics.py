@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,7 +281,10 @@ def test_a_model_keeps_the_view_of_its_evaluation_or_of_training_without_crops(r
 
     assert view("none") == view("center") == "center" and view("random_resized_crop") is None
     assert view("none", resize=384, crop=256) == view("inception_crop", resize=384, crop=256) == ResizeCrop(384, 256)
-    for odd in ({"view": "none"}, {"view": "resize-crop", "resize": 1, "crop": 2}, {"resize": 2, "crop": 1}):
+    for odd in (
+        {"view": "none"}, {"view": "resize-crop", "resize": 1, "crop": 2}, {"resize": 2, "crop": 1},
+        {"view": "resize-crop", "resize": math.inf, "crop": 224},
+    ):  # fmt: skip
         with pytest.raises((ValueError, KeyError), match=r"view|crop|resize"):
             view_from(odd)
 
