@@ -86,6 +86,15 @@ def test_the_batches_are_synthetic_and_repeatable() -> None:
         assert first.present.all() and len(first.inputs) == 2
 
 
+def test_ranks_whose_records_have_other_numbers_try_as_many_hostile_ones() -> None:
+    """Where weights are gathered, a rank that ran the model once less would leave the others waiting."""
+    records = SyntheticRecords.of(SHAPE, "caption")
+    for labels in ([0, 4, 2], [3, 3, 3], [-100, 1, 0]):
+        tried = [each["labels"] for _, each in records.at_their_ends({"labels": torch.tensor(labels)}, beyond=False)]
+        assert len(tried) == 6 and all(min(labels) <= each[0] <= max(labels) for each in tried)
+        assert {min(labels), max(labels)} <= {int(each[0]) for each in tried}
+
+
 def test_what_the_check_of_gradients_finds_stops_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def objects(*given: Any, **options: Any) -> None:
         raise ClipError("it found something")

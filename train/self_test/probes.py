@@ -133,11 +133,13 @@ class SyntheticRecords:
             if tensor.is_floating_point() or tensor.dtype == torch.bool or name == DROP_KEY or not tensor.numel():
                 continue
             least, largest = int(tensor.min()), int(tensor.max())
-            for value in dict.fromkeys((least, largest, *SPECIAL)):
-                if beyond or least <= value <= largest:
-                    changed = tensor.clone()
-                    changed[: self.rows] = value
-                    yield f"{name} = {value}", {**inputs, name: changed}
+            for value in (least, largest, *SPECIAL):
+                # Never left out: every rank has numbers of its own, and runs the model as often as the others, which
+                # wait for it where weights are gathered.
+                value = value if beyond else min(max(value, least), largest)
+                changed = tensor.clone()
+                changed[: self.rows] = value
+                yield f"{name} = {value}", {**inputs, name: changed}
 
 
 def _drawn(like: Tensor, size: int, draw: torch.Generator) -> Tensor:
