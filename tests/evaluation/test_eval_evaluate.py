@@ -447,44 +447,18 @@ def logged(index: RecordIndex) -> None:
     RunLog.of(index).register("id", "private", "clinic", 8.0, 1e-6, folder="elsewhere")
 
 
-def private_world(tmp_path: Path, where: str) -> tuple[Path, list[str]]:
-    """Records that a private run protects, with its note in several places; and further arguments."""
-    folder = class_folders(tmp_path / "records", 2, colours=("red", "blue"))
-    if where == "an index elsewhere":
-        logged(build_folder(folder, tmp_path / "far" / "index"))
-        return folder, []
-    index = build_folder(folder)
-    logged(index)
-    if where == "one picture":
-        return folder / "red" / "000.png", []
-    if where == "a class folder":
-        return folder / "red", []
-    if where == "the folder above":
-        (tmp_path / "records" / "red" / "deeper").mkdir()
-        return tmp_path, []
-    if where == "two folders above":
-        return tmp_path.parent, []
-    return (index.folder if where == "the index" else folder), []
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "the index",
-        "the folder",
-        "one picture",
-        "a class folder",
-        "the folder above",
-        "two folders above",
-        "an index elsewhere",
-    ],
-)
+@pytest.mark.parametrize("named", ["index", "", "red/000.png", "red", "..", "../..", "an index elsewhere"])
 def test_records_of_a_private_run_are_public_for_nobody(
-    world: Path, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+    world: Path, tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, more = private_world(tmp_path / "here", where)
-    out = tmp_path / "out"
-    assert evaluate("reconstruct", *published(world, "vip.pth"), "--data", data, "--out", out, *more) == 2
+    """By whichever place they are named; what protects them is noted in their index, wherever that lies."""
+    folder, out = class_folders(tmp_path / "here" / "records", 2, colours=("red", "blue")), tmp_path / "out"
+    elsewhere = named == "an index elsewhere"
+    index = build_folder(folder, tmp_path / "far" / "index" if elsewhere else None)
+    logged(index)
+    data = {"index": index.folder, "an index elsewhere": folder}.get(named, (folder / named).resolve())
+    (folder / "red" / "deeper").mkdir()
+    assert evaluate("reconstruct", *published(world, "vip.pth"), "--data", data, "--out", out) == 2
     assert "'clinic' protects" in capsys.readouterr().err
     assert not (out / "result.json").exists()
 

@@ -746,6 +746,9 @@ class Timm(nn.Module):
         return F.cross_entropy(self.net(inputs["images"]), inputs["label"], reduction="none")
 
 
+PICTURES = ("vit", "dinov2", "clip")
+
+
 class HuggingFace(nn.Module):
     """A model of transformers: of pictures, or a language model with padding, whose loss is over a record's tokens."""
 
@@ -755,80 +758,37 @@ class HuggingFace(nn.Module):
 
         torch.manual_seed(0)
         self.pad, self.kind = pad, kind
-        text = dict(vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-        image = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28)
+        layers = dict(num_hidden_layers=2, num_attention_heads=2)
+        text = dict(vocab_size=WORDS, hidden_size=16, intermediate_size=24, **layers)
+        cached = dict(**text, num_key_value_heads=1, use_cache=False)
+        image = dict(hidden_size=16, intermediate_size=24, image_size=28, patch_size=14, **layers)
         drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        make: dict[str, Callable[[], nn.Module]] = {
-            "llama": lambda: hf.LlamaForCausalLM(
-                hf.LlamaConfig(**text, num_key_value_heads=1, use_cache=False, **more)
-            ),
-            "qwen3": lambda: hf.Qwen3ForCausalLM(
-                hf.Qwen3Config(**text, num_key_value_heads=1, head_dim=8, use_cache=False, **more)
-            ),
-            "gemma2": lambda: hf.Gemma2ForCausalLM(
-                hf.Gemma2Config(**text, num_key_value_heads=1, head_dim=8, use_cache=False, **more)
-            ),
-            "mistral": lambda: hf.MistralForCausalLM(
-                hf.MistralConfig(**text, num_key_value_heads=1, use_cache=False, **more)
-            ),
-            "gpt2": lambda: hf.GPT2LMHeadModel(
-                hf.GPT2Config(
-                    vocab_size=WORDS,
-                    n_embd=16,
-                    n_layer=2,
-                    n_head=2,
-                    use_cache=False,
-                    resid_pdrop=0.0,
-                    embd_pdrop=0.0,
-                    attn_pdrop=0.0,
-                    **more,
-                )
-            ),
-            "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**text, **drops, pad_token_id=pad, **more)),
-            "roberta": lambda: hf.RobertaForMaskedLM(hf.RobertaConfig(**text, **drops, pad_token_id=pad, **more)),
-            "t5": lambda: hf.T5ForConditionalGeneration(
-                hf.T5Config(
-                    vocab_size=WORDS,
-                    d_model=16,
-                    d_kv=8,
-                    d_ff=24,
-                    num_layers=2,
-                    num_heads=2,
-                    dropout_rate=0.0,
-                    use_cache=False,
-                    decoder_start_token_id=0,
-                    pad_token_id=pad,
-                    **more,
-                )
-            ),
-            "mixtral": lambda: hf.MixtralForCausalLM(
-                hf.MixtralConfig(**text, num_key_value_heads=1, num_local_experts=2, use_cache=False, **more)
-            ),
-            "vit": lambda: hf.ViTForImageClassification(
-                hf.ViTConfig(**image, **drops, patch_size=14, num_labels=CLASSES)
-            ),
-            "dinov2": lambda: hf.Dinov2ForImageClassification(
-                hf.Dinov2Config(
-                    hidden_size=16,
-                    num_hidden_layers=2,
-                    num_attention_heads=2,
-                    image_size=28,
-                    patch_size=14,
-                    num_labels=CLASSES,
-                    use_mask_token=False,
-                    **drops,
-                )
-            ),
-            "clip": lambda: hf.CLIPForImageClassification(
-                hf.CLIPConfig(vision_config=dict(**image, patch_size=14, projection_dim=8), num_labels=CLASSES)
-            ),
-        }
-        self.net = make[kind]()
+        masked = dict(**text, **drops, pad_token_id=pad)
+        sizes: dict[str, tuple[type[Any], dict[str, Any]]] = {
+            "llama": (hf.LlamaForCausalLM, cached),
+            "qwen3": (hf.Qwen3ForCausalLM, cached | dict(head_dim=8)),
+            "gemma2": (hf.Gemma2ForCausalLM, cached | dict(head_dim=8)),
+            "mistral": (hf.MistralForCausalLM, cached),
+            "mixtral": (hf.MixtralForCausalLM, cached | dict(num_local_experts=2)),
+            "gpt2": (hf.GPT2LMHeadModel, dict(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, use_cache=False,
+                                              resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
+            "bert": (hf.BertForMaskedLM, masked), "roberta": (hf.RobertaForMaskedLM, masked),
+            "t5": (hf.T5ForConditionalGeneration, dict(vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2,
+                                                       num_heads=2, dropout_rate=0.0, use_cache=False,
+                                                       decoder_start_token_id=0, pad_token_id=pad)),
+            "vit": (hf.ViTForImageClassification, image | drops),
+            "dinov2": (hf.Dinov2ForImageClassification, dict(hidden_size=16, image_size=28, patch_size=14,
+                                                             use_mask_token=False, **layers, **drops)),
+            "clip": (hf.CLIPForImageClassification, dict(vision_config=dict(**image, projection_dim=8))),
+        }  # fmt: skip
+        net, given = sizes[kind]
+        labels = dict(num_labels=CLASSES) if kind in PICTURES else {}
+        self.net: nn.Module = net(net.config_class(**given, **labels, **more))
         if kind == "clip":
             self.net = nn.ModuleDict({"vision": self.net.vision_model, "head": self.net.classifier})  # pyright: ignore[reportAttributeAccessIssue]
 
     def data(self) -> Inputs:
-        if self.kind in ("vit", "dinov2", "clip"):
+        if self.kind in PICTURES:
             return {"images": torch.randn(3, 3, 28, 28), "label": torch.tensor([3, 0, 1])}
         tokens = torch.randint(2, WORDS, (4, TOKENS))
         for row, length in enumerate([2, TOKENS, 3, 7]):

@@ -52,12 +52,6 @@ def test_each_cost_is_found_where_it_was_put(scale: Any) -> None:
     assert bottleneck(ids_per_second=10.0) == "draw"
 
 
-def test_ranks_that_meet_at_every_micro_batch_wait_longer(scale: Any) -> None:
-    uneven = setting(scale, jitter=0.1)
-    once, always = (scale.simulated(work(scale), 64, stage, uneven)["parts"]["unequal"] for stage in (1, 3))
-    assert always > 1.5 * once
-
-
 def test_a_draw_that_is_shared_takes_each_rank_two_parts(scale: Any) -> None:
     slow = setting(scale, ids_per_second=1e4)
     whole, shared = (scale.simulated(work(scale), gpus, 1, slow)["parts"] for gpus in (1, 64))
@@ -76,7 +70,7 @@ def test_nodes_wait_within_and_meet_once(scale: Any) -> None:
 
     assert waited(scale.HSDP, 1) == pytest.approx(waited(1, 8))
     assert waited(scale.HSDP, 64) == pytest.approx(waited(3, 8))
-    assert waited(1, 8) < waited(scale.HSDP, 8) < waited(3, 8)
+    assert waited(1, 8) < waited(scale.HSDP, 8) < waited(3, 8) > 1.5 * waited(1, 8)
 
 
 def test_what_nodes_exchange_is_what_passes_their_links(scale: Any) -> None:

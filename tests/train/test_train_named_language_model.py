@@ -194,13 +194,17 @@ def page_config(folder: Path, **private: Any) -> Path:
     return path
 
 
-def test_a_run_from_a_folder_trains_adapters_and_its_certificate_holds(
+def test_a_run_from_a_folder_trains_adapters_and_mixes_public_texts_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = started(tmp_path, json.loads(page_config(tmp_path).read_text()))
+    public = {"path": str(tmp_path / "public"), "public": True, "tokenizer": "model/tokenizer.json"}
+    mixing = {"data": public | {"reading": {"workers": 0}}, "batch": 16, "start": 0.5}
+    done = started(tmp_path, json.loads(page_config(tmp_path, mixing=mixing).read_text()))
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = verify(tmp_path / "run")
     assert verdict.objection is None and verdict.committed == 9 and 7.9 < verdict.epsilon <= 8
+    assert "a text" in json.loads((tmp_path / "run" / "certificate.json").read_text())["unit"]
+    assert "texts, " in (tmp_path / "run" / "report.html").read_text()
     planned = load(tmp_path / "config.json", ["run.engine=deepspeed"])
     (phase,) = forecast(planned, Cluster(1, 80.0, 100.0, 1.0, 1e8))
     stored = [path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors")]
