@@ -4,7 +4,6 @@ that is recorded from the isolated pass, whether weights are whole or sharded.""
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,11 +80,6 @@ def test_so_does_the_compiler_s_own_code(
     launch: Make, finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
-    # Two thirds of the time would be a C++ compiler's own optimisation, of code that runs for a moment.
-    quick = tmp_path / "g++"
-    quick.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n')
-    quick.chmod(0o700)
-    monkeypatch.setenv("CXX", str(quick))
     job, run_dir = launch("compiling", compiled, arguments=["--set", f"run.engine={engine}"])
     code, output = job.run()
     assert code == 0, output
@@ -108,10 +102,3 @@ def test_a_killed_compiled_run_goes_on_as_it_was_and_another_setting_is_another_
     assert code == 0, output
     found, expected = final_weights(run_dir), final_weights(finished[0])
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-5) for name in expected)
-
-    job, run_dir = launch("changed", lambda config: config["run"].update(compile="blocks"))
-    job.killed(run_dir, 5)
-    job.arguments = ["--set", "run.compile=off", "--new-segment", "no compiler here"]
-    code, output = job.run()
-    assert code == 0, output
-    assert verify(run_dir).epsilon >= verify(finished[0]).epsilon, "steps that were opened stay charged"
