@@ -22,6 +22,7 @@ Make = Callable[..., tuple[Launch, Path]]
 WAYS: dict[str, dict[str, Any]] = {
     "stop file, from one process to ZeRO-3": {"launcher": "python", "arguments": ["--set", 'run.engine="local"']},
     "SIGTERM to the launcher": {"launcher": "deepspeed"},
+    "SIGKILL": {},
 }  # fmt: skip
 
 
@@ -31,9 +32,13 @@ def test_stopped_and_resumed_ends_where_it_would_have(whole: Path, launch: Make,
     process = job.held(run_dir, 3)
     if how == "SIGTERM to the launcher":
         os.kill(process.pid, signal.SIGTERM)
+    elif how == "SIGKILL":
+        os.killpg(process.pid, signal.SIGKILL)
     else:
         (run_dir / "stop").touch()
     output, _ = process.communicate(timeout=TIMEOUT)
+    if how == "SIGKILL":
+        assert state_of(run_dir) == "training; resume me if killed"
     other_engine = how.startswith("stop file")
     if other_engine:
         assert process.returncode == 75 and "start the same command again" in output, output

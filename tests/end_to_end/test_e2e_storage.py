@@ -73,7 +73,6 @@ def test_a_full_disk_costs_nothing_once_there_is_room(whole: Path, launch: Make,
 def test_another_key_and_other_records_are_refused(launch: Make, small_data: Path) -> None:
     job, run_dir = launch("foreign", toy)
     halfway(job)
-    assert state_of(run_dir) == "training; resume me if killed"
     key = run_dir / "secret" / "run.key"
     right = key.read_bytes()
     destroy(key)
