@@ -23,7 +23,7 @@ import murmuration
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import clipped_totals
-from murmuration.train.clip.isolated import entered, kept_of_records, outside
+from murmuration.train.clip.isolated import enter, entered, kept_of_records, outside
 from murmuration.train.clip.losses import isolated, losses_of
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
@@ -128,6 +128,16 @@ def test_an_ordinary_module_is_clipped_record_by_record(name: str) -> None:
         clip, whole = clipped(model, inputs)
         assert moved(clip, model, inputs, whole) <= 1 + 1e-5
         assert distance(whole, one_by_one(model, inputs, BOUND)) <= 2e-5 * size(whole.values())
+    assert not kept_of_records() - kept
+
+
+def test_only_what_can_still_be_reached_is_kept_of_records() -> None:
+    kept, held = kept_of_records(), list[object]()
+    with entered(2):
+        held.append(enter(torch.ones(2, 3)))
+        held.append(held)  # a cycle, which only the garbage collector frees
+        assert kept_of_records() - kept == {id(held[0])}
+        del held
     assert not kept_of_records() - kept
 
 
