@@ -271,6 +271,17 @@ def nan_leaks(engine: Any, clip: ReferenceClip, noise: Any) -> None:
     clip.add_clipped = leaking
 
 
+def losses_mixed(engine: Any, clip: ReferenceClip, noise: Any) -> None:
+    """The loss of each record holds a little of all others'."""
+    real = clip.add_clipped
+
+    def mixing(*given: Any, **options: Any) -> Clipped:
+        found = real(*given, **options)
+        return dataclasses.replace(found, losses=found.losses + 1e-3 * found.losses.nan_to_num().mean())
+
+    clip.add_clipped = mixing
+
+
 class DividesByRealised(LocalEngine):
     """Divides once more, by the share of records that really came."""
 

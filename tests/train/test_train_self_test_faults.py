@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
+from murmuration.train.clip.engine import Clipped
+from murmuration.train.clip.reference import ReferenceClip
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.planted_faults import (
     ChangedAfterwards,
@@ -31,6 +34,7 @@ from tests.support.planted_faults import (
     Untrained,
     factor_halved,
     factor_ignored,
+    losses_mixed,
     nan_leaks,
     own_stream,
     scaled,
@@ -51,6 +55,7 @@ ONE_RANK: dict[str, tuple[dict[str, Any], str]] = {
     "clip factor ignored": ({"change": factor_ignored}, "clipping does not hold"),
     "sensitivity 2C": ({"change": factor_halved}, "clipping does not hold"),
     "NaN leaks": ({"change": nan_leaks}, "moved the sum by nan"),
+    "records reach others' losses": ({"change": losses_mixed}, "changed the losses of other records"),
     "one parameter gets no gradient": ({"engine": Untrained}, "get no gradient"),
     "one parameter never moves": ({"engine": Unmoved}, "does not move"),
     "accumulation overwrites": ({"engine": LastMicroBatch}, "reduced sum differs"),
@@ -143,14 +148,29 @@ def test_a_planted_fault_between_ranks_is_caught_by_all_of_them(fault: str) -> N
         raise SelfTestError(caught[0])
 
 
-def test_a_fault_on_one_rank_stops_every_rank() -> None:
-    caught: list[str] = []
+@pytest.mark.parametrize(("change", "why"), [(nan_leaks, "moved the sum"), (losses_mixed, "changed the losses")])
+def test_a_fault_on_one_rank_stops_every_rank_after_as_many_passes(change: Callable[..., None], why: str) -> None:
+    """A rank that stopped before the others would leave them waiting where weights are gathered."""
+    caught: dict[int, str] = {}
+    passes = [0, 0]
 
     def act(ranks: Any) -> None:
+        def plant(engine: Any, clip: ReferenceClip, noise: AESNoise) -> None:
+            if ranks.rank == 1:
+                change(engine, clip, noise)
+            real = clip.add_clipped
+
+            def counting(*given: Any, **options: Any) -> Clipped:
+                passes[ranks.rank] += 1
+                return real(*given, **options)
+
+            clip.add_clipped = counting
+
         try:
-            tried(ranks, change=nan_leaks if ranks.rank == 1 else None)
+            tried(ranks, change=plant)
         except SelfTestError as error:
-            caught.append(str(error))
+            caught[ranks.rank] = str(error)
 
     on_ranks(2, act)
-    assert len(caught) == 2 and caught[0] == caught[1] and "moved the sum" in caught[0]
+    assert caught[0] == caught[1] and why in caught[0]
+    assert passes[0] == passes[1]

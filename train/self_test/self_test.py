@@ -236,7 +236,7 @@ class _Test:
         without = self.batch.present.clone()
         without[0] = False
         base, alone = self._totals(self.batch.inputs, without)
-        moves = {}
+        moves, reached = {}, []
         for name, inputs, known in self._hostile_records():
             try:
                 moved, seen = self._totals(inputs, self.batch.present)
@@ -249,10 +249,11 @@ class _Test:
             for what in ("losses", "norms", "factors"):
                 one, other = getattr(alone, what)[1:], getattr(seen, what)[1:]
                 if not torch.equal(one, other):
-                    self._keeps_nothing(kept)  # spectral_norm's vectors move with each pass, whatever the records
-                    raise SelfTestError(
-                        f"a hostile record ({name}) changed the {what} of other records in its micro-batch"
-                    )
+                    reached.append(f"a hostile record ({name}) changed the {what} of other records in its micro-batch")
+        # Only now: until all ranks have tried all records, they may wait for this one's share of the weights.
+        if reached:
+            self._keeps_nothing(kept)  # spectral_norm's vectors move with each pass, whatever the records
+            raise SelfTestError(reached[0])
         for name, distance in moves.items():
             if not distance <= 1.0:
                 raise SelfTestError(
