@@ -191,7 +191,23 @@ def test_only_transformers_itself_is_told_that_a_mask_hides_something() -> None:
         isolated(lambda record: passes_on(record["x"]), masks, 3)
 
 
-@pytest.mark.parametrize("function", [F.ctc_loss, torch.ctc_loss])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *given: F.ctc_loss(*given, reduction="none"),
+        lambda *given: torch.ctc_loss(*given, reduction=0),
+        lambda *given: torch._ctc_loss(*given)[0],  # pyright: ignore[reportPrivateUsage]
+        lambda *given: torch.ops.aten.ctc_loss(*given, 0, 0),
+        lambda *given: torch.ops.aten.ctc_loss.Tensor(*given, 0, 0),
+        lambda scores, targets, *lengths: F.ctc_loss(
+            log_probs=scores,
+            targets=targets,
+            **dict(zip(("input_lengths", "target_lengths"), lengths, strict=True)),
+            reduction="none",
+        ),
+    ],
+    ids=["F", "torch", "torch._", "aten", "aten.Tensor", "by keywords"],
+)
 def test_a_target_that_is_no_class_reaches_no_memory_beside_its_scores(function: Any) -> None:
     """PyTorch's kernel reads there, and its backward pass writes there."""
     scores, targets = torch.randn(3, 5, 4).log_softmax(-1), torch.tensor([[4, 1], [1, 2], [-1, 3]])
@@ -199,9 +215,7 @@ def test_a_target_that_is_no_class_reaches_no_memory_beside_its_scores(function:
     def losses(scores: Tensor, targets: Tensor) -> Tensor:
         count = len(scores)
         lengths = torch.full((count,), 5), torch.full((count,), 2)
-        return function(
-            scores.transpose(0, 1), targets, *lengths, reduction=0 if function is torch.ctc_loss else "none"
-        )
+        return function(scores.transpose(0, 1), targets, *lengths)
 
     found = isolated(lambda record: losses(record["x"], record["y"]), {"x": scores, "y": targets}, 3)
     assert torch.allclose(found.flatten(), losses(scores, targets.clamp(0, 3)))
@@ -221,6 +235,9 @@ def test_they_are_refused_however_the_operator_is_called(operator: Any) -> None:
     records = {"x": torch.randn(2, 4, 8, 8), "boxes": torch.zeros(2, 1, 5)}
     with pytest.raises(ClipError, match="roi_pool may read beyond a record"):
         isolated(lambda record: operator(record["x"], record["boxes"].flatten(0, 1), 1.0, 2, 2)[0], records, 2)
+    with pytest.raises(ClipError, match="roi_pool may read beyond a record"):
+        its = {"spatial_scale": 1.0, "pooled_height": 2, "pooled_width": 2}
+        isolated(lambda record: operator(input=record["x"], rois=record["boxes"].flatten(0, 1), **its)[0], records, 2)
 
 
 def test_offsets_of_a_record_are_refused_where_they_may_point_anywhere() -> None:

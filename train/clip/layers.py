@@ -482,15 +482,16 @@ def ctc_loss(
     return tracker.otherwise(function, (log_probs, targets.clamp(0, log_probs.shape[-1] - 1), *args), settings)
 
 
-def by_places(name: str, tracker: ParameterTracker, picture: Tensor, *given: Any) -> Tensor:
+def by_places(name: str, tracker: ParameterTracker, *args: Any, **settings: Any) -> Tensor:
     """torchvision does not check where boxes and offsets point. A box may name a neighbour's picture, and a number that
     is not finite any place in memory."""
-    if any(map(is_of_records, given)):
+    places = (*args[1:], *(value for key, value in settings.items() if key != "input"))
+    if any(map(is_of_records, places)):
         raise ClipError(
             f"{name} may read beyond a record where a record says at what places; give the same for all records, or "
             "use grid_sample"
         )
-    return tracker.otherwise(getattr(torch.ops.torchvision, name), (picture, *given), {})
+    return tracker.otherwise(getattr(torch.ops.torchvision, name), args, settings)
 
 
 def left_aligned(tracker: ParameterTracker, *given: Any) -> bool:
@@ -589,7 +590,8 @@ LAYER_RULES = {
     F.max_pool2d: max_pool2d,
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
-    **{each: partial(ctc_loss, each) for each in (F.ctc_loss, torch.ctc_loss)},
+    **{each: partial(ctc_loss, each) for each in (F.ctc_loss, torch.ctc_loss, torch._ctc_loss)},  # pyright: ignore[reportPrivateUsage]
+    **{str(each): partial(ctc_loss, each) for each in (torch.ops.aten.ctc_loss, torch.ops.aten._ctc_loss)},
     **{f"torchvision.{each}": partial(by_places, each) for each in BY_PLACES},
     **{each: partial(laid_out, each) for each in (torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone)},
     LEFT_ALIGNED: left_aligned,
