@@ -196,7 +196,7 @@ def test_only_transformers_itself_is_told_that_a_mask_hides_something() -> None:
     [
         lambda *given: F.ctc_loss(*given, reduction="none"),
         lambda *given: torch.ctc_loss(*given, reduction=0),
-        lambda *given: torch._ctc_loss(*given)[0],  # pyright: ignore[reportPrivateUsage]
+        lambda *given: torch._ctc_loss(*given)[0],  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         lambda *given: torch.ops.aten.ctc_loss(*given, 0, 0),
         lambda *given: torch.ops.aten.ctc_loss.Tensor(*given, 0, 0),
         lambda scores, targets, *lengths: F.ctc_loss(
@@ -238,6 +238,26 @@ def test_they_are_refused_however_the_operator_is_called(operator: Any) -> None:
     with pytest.raises(ClipError, match="roi_pool may read beyond a record"):
         its = {"spatial_scale": 1.0, "pooled_height": 2, "pooled_width": 2}
         isolated(lambda record: operator(input=record["x"], rois=record["boxes"].flatten(0, 1), **its)[0], records, 2)
+
+
+@pytest.mark.parametrize(
+    "bag",
+    [
+        lambda ids, weight, offsets: F.embedding_bag(ids, weight, offsets, mode="sum"),
+        lambda ids, weight, offsets: F.embedding_bag(ids, weight, offsets=offsets, mode="sum"),
+        lambda ids, weight, offsets: torch.embedding_bag(weight, ids, offsets)[0],
+        lambda ids, weight, offsets: torch.ops.aten._embedding_bag.default(weight, ids, offsets)[0],
+        lambda ids, weight, offsets: torch.ops.aten._embedding_bag_forward_only(weight, ids, offsets)[0],
+    ],
+    ids=["F", "by keyword", "torch", "aten", "aten, without gradients"],
+)
+def test_bags_that_begin_where_a_record_says_are_refused(bag: Any) -> None:
+    """PyTorch takes negative offsets, which are a neighbour's words, and whatever memory lies before them."""
+    ids, weight, offsets = torch.tensor([[5, 6, 7], [1, 2, 3]]), torch.randn(10, 4), torch.tensor([[0, 2], [0, -2]])
+    with pytest.raises(ClipError, match="embedding_bag may read beyond a record"):
+        isolated(lambda record: bag(record["x"][0], weight, record["y"][0]), {"x": ids, "y": offsets}, 2)
+    found = isolated(lambda record: bag(record["x"][0], weight, offsets[0]), {"x": ids}, 2)
+    assert torch.allclose(found.reshape(2, 2, 4), torch.stack([bag(each, weight, offsets[0]) for each in ids]))
 
 
 def test_offsets_of_a_record_are_refused_where_they_may_point_anywhere() -> None:

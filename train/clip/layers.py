@@ -42,6 +42,19 @@ _TORCH: Any = torch
 DATA, REQUIRES_GRAD = _TORCH.Tensor.data.__get__, _TORCH.Tensor.requires_grad.__get__
 LEFT_ALIGNED, PAD_SEQUENCE = _TORCH._nested_tensor_from_mask_left_aligned, _TORCH._C._nn.pad_sequence
 
+# Operators that one may also call by what they are made of: those of aten are known by name.
+CTC_LOSS, EMBEDDING_BAG = (
+    {
+        function: function,
+        **{getattr(torch, name): getattr(torch, name) for name in names},
+        **{str(each): each for each in (getattr(torch.ops.aten, name) for name in names)},
+    }
+    for function, names in (
+        (F.ctc_loss, ("ctc_loss", "_ctc_loss")),
+        (F.embedding_bag, ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")),
+    )
+)
+
 BY_PLACES = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 
 # The widest LayerNorm whose rows fit into the registers of its kernel.
@@ -494,6 +507,16 @@ def by_places(name: str, tracker: ParameterTracker, *args: Any, **settings: Any)
     return tracker.otherwise(getattr(torch.ops.torchvision, name), args, settings)
 
 
+def embedding_bag(function: Callable[..., Any], tracker: ParameterTracker, *args: Any, **settings: Any) -> Any:
+    """PyTorch checks the first and the last offset alone, and not for being negative."""
+    if is_of_records(settings.get("offsets", args[2] if len(args) > 2 else None)):
+        raise ClipError(
+            "embedding_bag may read beyond a record where a record says at what places its bags begin; give the same "
+            "offsets for all records, or bags of equal length as rows"
+        )
+    return tracker.otherwise(function, args, settings)
+
+
 def left_aligned(tracker: ParameterTracker, *given: Any) -> bool:
     """Whether nn.TransformerEncoder may pack its rows, which it asks in evaluation mode and is a branch on data. It is
     always right not to."""
@@ -590,8 +613,8 @@ LAYER_RULES = {
     F.max_pool2d: max_pool2d,
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
-    **{each: partial(ctc_loss, each) for each in (F.ctc_loss, torch.ctc_loss, torch._ctc_loss)},  # pyright: ignore[reportPrivateUsage]
-    **{str(each): partial(ctc_loss, each) for each in (torch.ops.aten.ctc_loss, torch.ops.aten._ctc_loss)},
+    **{each: partial(ctc_loss, its) for each, its in CTC_LOSS.items()},
+    **{each: partial(embedding_bag, its) for each, its in EMBEDDING_BAG.items()},
     **{f"torchvision.{each}": partial(by_places, each) for each in BY_PLACES},
     **{each: partial(laid_out, each) for each in (torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone)},
     LEFT_ALIGNED: left_aligned,
