@@ -254,10 +254,29 @@ def test_they_are_refused_however_the_operator_is_called(operator: Any) -> None:
 def test_bags_that_begin_where_a_record_says_are_refused(bag: Any) -> None:
     """PyTorch takes negative offsets, which are a neighbour's words, and whatever memory lies before them."""
     ids, weight, offsets = torch.tensor([[5, 6, 7], [1, 2, 3]]), torch.randn(10, 4), torch.tensor([[0, 2], [0, -2]])
-    with pytest.raises(ClipError, match="embedding_bag may read beyond a record"):
+    with pytest.raises(ClipError, match=r"embedding_bag\w* may read beyond a record"):
         isolated(lambda record: bag(record["x"][0], weight, record["y"][0]), {"x": ids, "y": offsets}, 2)
     found = isolated(lambda record: bag(record["x"][0], weight, offsets[0]), {"x": ids}, 2)
     assert torch.allclose(found.reshape(2, 2, 4), torch.stack([bag(each, weight, offsets[0]) for each in ids]))
+
+
+def test_segments_that_begin_where_a_record_says_are_refused() -> None:
+    """PyTorch checks lengths, but not offsets."""
+    records = {"x": torch.arange(8.0).reshape(2, 4), "y": torch.tensor([[0, 2, 4], [-4, 2, 4]])}
+
+    def sums(record: Any, **given: Any) -> Tensor:
+        return torch.segment_reduce(record["x"][0], "sum", axis=0, **given)
+
+    for name, unsafe in (("offsets", False), ("lengths", True)):
+        with pytest.raises(ClipError, match="segment_reduce may read beyond a record"):
+            isolated(
+                lambda record, name=name, unsafe=unsafe: sums(record, **{name: record["y"][0]}, unsafe=unsafe),
+                records,
+                2,
+            )
+    lengths = {**records, "y": torch.tensor([[1, 3], [2, 2]])}
+    found = isolated(lambda record: sums(record, lengths=record["y"][0]), lengths, 2)
+    assert found.flatten().tolist() == [0, 6, 9, 13]
 
 
 def test_offsets_of_a_record_are_refused_where_they_may_point_anywhere() -> None:

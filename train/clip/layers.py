@@ -42,20 +42,15 @@ _TORCH: Any = torch
 DATA, REQUIRES_GRAD = _TORCH.Tensor.data.__get__, _TORCH.Tensor.requires_grad.__get__
 LEFT_ALIGNED, PAD_SEQUENCE = _TORCH._nested_tensor_from_mask_left_aligned, _TORCH._C._nn.pad_sequence
 
-# Operators that one may also call by what they are made of: those of aten are known by name.
-CTC_LOSS, EMBEDDING_BAG = (
-    {
-        function: function,
-        **{getattr(torch, name): getattr(torch, name) for name in names},
-        **{str(each): each for each in (getattr(torch.ops.aten, name) for name in names)},
-    }
-    for function, names in (
-        (F.ctc_loss, ("ctc_loss", "_ctc_loss")),
-        (F.embedding_bag, ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")),
-    )
+# Those of aten and of torchvision are known by name.
+CTC_LOSS = (F.ctc_loss, torch.ctc_loss, _TORCH._ctc_loss, "aten.ctc_loss", "aten._ctc_loss")
+BY_PLACES = (
+    F.embedding_bag,
+    *(getattr(torch, each) for each in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")),
+    *(f"aten.{each}" for each in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")),
+    *(torch.segment_reduce, "aten.segment_reduce"),
+    *(f"torchvision.{each}" for each in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")),
 )
-
-BY_PLACES = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 
 # The widest LayerNorm whose rows fit into the registers of its kernel.
 WIDEST = 4096
@@ -487,34 +482,44 @@ def cross_entropy(
 
 
 def ctc_loss(
-    function: Callable[..., Tensor], tracker: ParameterTracker, log_probs: Tensor, targets: Tensor, *args: Any,
+    function: Callable[..., Any] | str, tracker: ParameterTracker, log_probs: Tensor, targets: Tensor, *args: Any,
     **settings: Any,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """PyTorch does not check targets. One that is no class would read what lies beside the record's own scores, and its
     gradient be written there, whosever that memory is."""
-    return tracker.otherwise(function, (log_probs, targets.clamp(0, log_probs.shape[-1] - 1), *args), settings)
+    targets = targets.clamp(0, log_probs.shape[-1] - 1)
+    return tracker.otherwise(_operator(function), (log_probs, targets, *args), settings)
 
 
-def by_places(name: str, tracker: ParameterTracker, *args: Any, **settings: Any) -> Tensor:
-    """torchvision does not check where boxes and offsets point. A box may name a neighbour's picture, and a number that
-    is not finite any place in memory."""
-    places = (*args[1:], *(value for key, value in settings.items() if key != "input"))
+def by_places(function: Callable[..., Any] | str, tracker: ParameterTracker, *args: Any, **settings: Any) -> Any:
+    """Operators that do not check all places that they are given: a box, an offset or a bag may name a neighbour's
+    picture or words, and a number that is not finite any place in memory."""
+    operator = _operator(function)
+    name = operator.__name__.removeprefix("_")
+    places, instead = _places(name, args, settings)
     if any(map(is_of_records, places)):
         raise ClipError(
             f"{name} may read beyond a record where a record says at what places; give the same for all records, or "
-            "use grid_sample"
+            f"use {instead}"
         )
-    return tracker.otherwise(getattr(torch.ops.torchvision, name), args, settings)
+    return tracker.otherwise(operator, args, settings)
 
 
-def embedding_bag(function: Callable[..., Any], tracker: ParameterTracker, *args: Any, **settings: Any) -> Any:
-    """PyTorch checks the first and the last offset alone, and not for being negative."""
-    if is_of_records(settings.get("offsets", args[2] if len(args) > 2 else None)):
-        raise ClipError(
-            "embedding_bag may read beyond a record where a record says at what places its bags begin; give the same "
-            "offsets for all records, or bags of equal length as rows"
-        )
-    return tracker.otherwise(function, args, settings)
+def _operator(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    """Found by name only when it is called: until then its package need not be loaded."""
+    if callable(function):
+        return function
+    package, name = function.split(".")
+    return getattr(getattr(torch.ops, package), name)
+
+
+def _places(name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> tuple[list[Any], str]:
+    if "embedding_bag" in name:
+        return [settings.get("offsets", args[2] if len(args) > 2 else None)], "bags of equal length as rows"
+    if name == "segment_reduce":
+        unchecked = ("offsets", "lengths") if settings.get("unsafe") else ("offsets",)
+        return [settings.get(each) for each in unchecked], "lengths, which are checked unless unsafe=True"
+    return [*args[1:], *(value for key, value in settings.items() if key != "input")], "grid_sample"
 
 
 def left_aligned(tracker: ParameterTracker, *given: Any) -> bool:
@@ -613,9 +618,8 @@ LAYER_RULES = {
     F.max_pool2d: max_pool2d,
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
-    **{each: partial(ctc_loss, its) for each, its in CTC_LOSS.items()},
-    **{each: partial(embedding_bag, its) for each, its in EMBEDDING_BAG.items()},
-    **{f"torchvision.{each}": partial(by_places, each) for each in BY_PLACES},
+    **{each: partial(ctc_loss, each) for each in CTC_LOSS},
+    **{each: partial(by_places, each) for each in BY_PLACES},
     **{each: partial(laid_out, each) for each in (torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone)},
     LEFT_ALIGNED: left_aligned,
     DATA: data,
