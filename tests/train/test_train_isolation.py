@@ -260,6 +260,44 @@ def test_bags_that_begin_where_a_record_says_are_refused(bag: Any) -> None:
     assert torch.allclose(found.reshape(2, 2, 4), torch.stack([bag(each, weight, offsets[0]) for each in ids]))
 
 
+class Bags(nn.Module):
+    """The sum of the words of each bag, plainly or within a function of its own."""
+
+    class Own(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(weight: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+            return F.embedding_bag(ids, weight, offsets, mode="sum")
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return None, None, None
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.weight, self.scale, self.own = nn.Parameter(torch.randn(10, 4)), nn.Parameter(torch.ones(4)), own
+
+    def forward(self, record: zoo.Inputs) -> Tensor:
+        given = self.weight.detach(), record["x"][0], record["y"][0]
+        bags = self.Own.apply(*given) if self.own else F.embedding_bag(given[1], given[0], given[2], mode="sum")
+        return (bags * self.scale).sum()[None] + self.weight.sum()
+
+
+@pytest.mark.parametrize("engine", [BookKeepingClip, ReferenceClip])
+@pytest.mark.parametrize("own", [False, True])
+def test_no_engine_runs_them_nor_does_a_function_of_the_model_s_own(engine: Any, own: bool) -> None:
+    records = {"x": torch.tensor([[5, 6, 7], [1, 2, 3]]), "y": torch.tensor([[0, 2], [0, -2]])}
+    clip, model = engine(RULE), Bags(own)
+    clip.prepare(model)
+    with pytest.raises(ClipError, match="embedding_bag may read beyond a record"):
+        clipped_totals(clip, model, records, torch.ones(2, dtype=torch.bool))
+
+
 def test_segments_that_begin_where_a_record_says_are_refused() -> None:
     """PyTorch checks lengths, but not offsets."""
     records = {"x": torch.arange(8.0).reshape(2, 4), "y": torch.tensor([[0, 2, 4], [-4, 2, 4]])}

@@ -20,6 +20,7 @@ from functools import wraps
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 from torch._C._functorch import TransformType  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
@@ -27,6 +28,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
@@ -59,10 +61,11 @@ class _Within(TorchFunctionMode):
         self._whole = whole
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = within_memory(func, args, kwargs or {})
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         except Exception as error:
-            self._whole.note(error, args, kwargs or {})
+            self._whole.note(error, args, kwargs)
             raise
 
 
@@ -129,6 +132,7 @@ class OneMicroBatch(TorchFunctionMode):
             return False
         for x in (*args, *kwargs.values()):
             self.look_at(x if isinstance(x, (tuple, list)) else (x,))
+        args, kwargs = within_memory(func, args, kwargs)
         try:
             out = self.call(func, args, kwargs)
         except Exception as error:
@@ -179,6 +183,43 @@ class OneMicroBatch(TorchFunctionMode):
                 f"forward() catches an error ({self.failed}) that a function raised of a record's tensors, and goes on "
                 "in another way with all records; let it pass, or choose with torch.where what each record needs"
             )
+
+
+# Tensors of all records lie together. Operators that do not check where they are pointed to would read a neighbour's
+# there, or write into its gradient. Those of aten and of torchvision are known by name: torchvision need not be loaded.
+_TORCH: Any = torch
+_CTC_LOSS = {F.ctc_loss, torch.ctc_loss, _TORCH._ctc_loss, "aten.ctc_loss", "aten._ctc_loss"}
+_BAGS = ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
+_BOXES = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
+_POINTED = {
+    **dict.fromkeys((F.embedding_bag, *(getattr(torch, each) for each in _BAGS)), "bags of equal length as rows"),
+    **dict.fromkeys((f"aten.{each}" for each in _BAGS), "bags of equal length as rows"),
+    **dict.fromkeys((torch.segment_reduce, "aten.segment_reduce"), "lengths, which are checked unless unsafe=True"),
+    **dict.fromkeys((f"torchvision.{each}" for each in _BOXES), "grid_sample"),
+}
+
+
+def within_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments, with CTC's targets held within the scores. Other operators are refused where a record points."""
+    named = func.overloadpacket if isinstance(func, OpOverload) else func
+    key = str(named) if isinstance(named, OpOverloadPacket) else func
+    if key in _CTC_LOSS:
+        given = {**kwargs, **dict(zip(("log_probs", "targets"), args, strict=False))}
+        given["targets"] = given["targets"].clamp(0, given["log_probs"].shape[-1] - 1)
+        return (given.pop("log_probs"), given.pop("targets"), *args[2:]), given
+    if key in _POINTED:
+        if "embedding_bag" in named.__name__:
+            places = [kwargs.get("offsets", args[2] if len(args) > 2 else None)]
+        elif "segment_reduce" in named.__name__:
+            places = [kwargs.get("offsets"), kwargs.get("lengths") if kwargs.get("unsafe") else None]
+        else:
+            places = [*args[1:], *(value for name, value in kwargs.items() if name != "input")]
+        if any(map(is_of_records, places)):
+            raise ClipError(
+                f"{named.__name__.removeprefix('_')} may read beyond a record where a record says at what places; give "
+                f"the same for all records, or use {_POINTED[key]}"
+            )
+    return args, kwargs
 
 
 def _mode() -> OneMicroBatch | None:
@@ -283,8 +324,19 @@ def _vmap(slots: int) -> Iterator[None]:
     # Not torch.func.vmap, which would forbid hooks on saved tensors; checkpointed layers are made of them.
     if functorch.maybe_current_level() is not None:
         raise ClipError("the private forward pass was called within a torch.func transform; call it outside")
+    with no_rules_of_others():
+        functorch._vmap_increment_nesting(slots, "error")
+        try:
+            yield
+        finally:
+            functorch._vmap_decrement_nesting()
+
+
+@contextmanager
+def no_rules_of_others() -> Iterator[None]:
+    """A rule for vmap that an autograd function or an operator brings along is given all records, and could let them
+    meet."""
     lazy_load_decompositions()  # rules that PyTorch has in Python, without which it would loop over records
-    # A rule for vmap that an autograd function brings along is given all records, and could let them meet.
     rules, key = custom_function_call.functorch_table, TransformType.Vmap
     plain, whole, scripted = rules[key], _mode(), _SCRIPTED.__call__
 
@@ -303,11 +355,9 @@ def _vmap(slots: int) -> Iterator[None]:
         each._vmap_fn = _refuse_rule
     rules[key] = known
     _SCRIPTED.__call__ = _noted
-    functorch._vmap_increment_nesting(slots, "error")
     try:
         yield
     finally:
-        functorch._vmap_decrement_nesting()
         rules[key], _SCRIPTED.__call__ = plain, scripted
         for each, rule in zip(operators, theirs, strict=True):
             each._vmap_fn = rule

@@ -42,16 +42,6 @@ _TORCH: Any = torch
 DATA, REQUIRES_GRAD = _TORCH.Tensor.data.__get__, _TORCH.Tensor.requires_grad.__get__
 LEFT_ALIGNED, PAD_SEQUENCE = _TORCH._nested_tensor_from_mask_left_aligned, _TORCH._C._nn.pad_sequence
 
-# Those of aten and of torchvision are known by name.
-CTC_LOSS = (F.ctc_loss, torch.ctc_loss, _TORCH._ctc_loss, "aten.ctc_loss", "aten._ctc_loss")
-BY_PLACES = (
-    F.embedding_bag,
-    *(getattr(torch, each) for each in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")),
-    *(f"aten.{each}" for each in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")),
-    *(torch.segment_reduce, "aten.segment_reduce"),
-    *(f"torchvision.{each}" for each in ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")),
-)
-
 # The widest LayerNorm whose rows fit into the registers of its kernel.
 WIDEST = 4096
 
@@ -481,47 +471,6 @@ def cross_entropy(
     return tracker.on_records(lambda x: F.cross_entropy(x, targets, **own), input)
 
 
-def ctc_loss(
-    function: Callable[..., Any] | str, tracker: ParameterTracker, log_probs: Tensor, targets: Tensor, *args: Any,
-    **settings: Any,
-) -> Any:  # fmt: skip
-    """PyTorch does not check targets. One that is no class would read what lies beside the record's own scores, and its
-    gradient be written there, whosever that memory is."""
-    targets = targets.clamp(0, log_probs.shape[-1] - 1)
-    return tracker.otherwise(_operator(function), (log_probs, targets, *args), settings)
-
-
-def by_places(function: Callable[..., Any] | str, tracker: ParameterTracker, *args: Any, **settings: Any) -> Any:
-    """Operators that do not check all places that they are given: a box, an offset or a bag may name a neighbour's
-    picture or words, and a number that is not finite any place in memory."""
-    operator = _operator(function)
-    name = operator.__name__.removeprefix("_")
-    places, instead = _places(name, args, settings)
-    if any(map(is_of_records, places)):
-        raise ClipError(
-            f"{name} may read beyond a record where a record says at what places; give the same for all records, or "
-            f"use {instead}"
-        )
-    return tracker.otherwise(operator, args, settings)
-
-
-def _operator(function: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Found by name only when it is called: until then its package need not be loaded."""
-    if callable(function):
-        return function
-    package, name = function.split(".")
-    return getattr(getattr(torch.ops, package), name)
-
-
-def _places(name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> tuple[list[Any], str]:
-    if "embedding_bag" in name:
-        return [settings.get("offsets", args[2] if len(args) > 2 else None)], "bags of equal length as rows"
-    if name == "segment_reduce":
-        unchecked = ("offsets", "lengths") if settings.get("unsafe") else ("offsets",)
-        return [settings.get(each) for each in unchecked], "lengths, which are checked unless unsafe=True"
-    return [*args[1:], *(value for key, value in settings.items() if key != "input")], "grid_sample"
-
-
 def left_aligned(tracker: ParameterTracker, *given: Any) -> bool:
     """Whether nn.TransformerEncoder may pack its rows, which it asks in evaluation mode and is a branch on data. It is
     always right not to."""
@@ -618,8 +567,6 @@ LAYER_RULES = {
     F.max_pool2d: max_pool2d,
     torch.max_pool2d: max_pool2d,
     F.cross_entropy: cross_entropy,
-    **{each: partial(ctc_loss, each) for each in CTC_LOSS},
-    **{each: partial(by_places, each) for each in BY_PLACES},
     **{each: partial(laid_out, each) for each in (torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone)},
     LEFT_ALIGNED: left_aligned,
     DATA: data,

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from murmuration.model.attention import use_fused
 from murmuration.train.clip.engine import Clipped, Precision
-from murmuration.train.clip.isolated import OneMicroBatch
+from murmuration.train.clip.isolated import OneMicroBatch, no_rules_of_others
 from murmuration.train.clip.losses import of_slots, slot_losses
 from murmuration.train.clip.refusal import refused
 from murmuration.train.clip.rule import LONGEST_ROW, ClipError, ClipRule, groups_of, stretches
@@ -58,7 +58,7 @@ class ReferenceClip:
         with torch.no_grad():
             records = {name: tensor.unflatten(0, (len(present), -1)) for name, tensor in inputs.items()}
             try:
-                with OneMicroBatch() as mode:
+                with OneMicroBatch() as mode, no_rules_of_others():
                     per_record, losses = vmap(grad_and_value(loss_of_one), in_dims=(None, 0))(trainable, records)
                 mode.require_none_caught()
             except ClipError:

@@ -16,7 +16,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import saved_tensors_hooks
 
 from murmuration.train.clip.functions import PerRecord
@@ -188,9 +187,7 @@ class ParameterTracker(OneMicroBatch):
         self._lent = any(map(is_lent, parameters.values()))
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Operators of other packages are known by name, so that these need not be loaded.
-        named = func.overloadpacket if isinstance(func, OpOverload) else func
-        rule = self._layers.get(str(named) if isinstance(named, OpOverloadPacket) else func)
+        rule = self._layers.get(func)
         if rule is not None and directly():
             return rule(self, *args, **kwargs)
         return self.otherwise(func, args, kwargs)
