@@ -221,6 +221,35 @@ def test_a_target_that_is_no_class_reaches_no_memory_beside_its_scores(function:
     assert torch.allclose(found.flatten(), losses(scores, targets.clamp(0, 3)))
 
 
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda x, grid, padding: F.grid_sample(x, grid, padding_mode=padding, align_corners=False),
+        lambda x, grid, padding: F.grid_sample(x, grid=grid, padding_mode=padding, align_corners=True),
+        lambda x, grid, padding: torch.grid_sampler_2d(
+            x, grid, 0, ("zeros", "border", "reflection").index(padding), True
+        ),
+        lambda x, grid, padding: torch.ops.aten.grid_sampler_2d(x, grid, 0, 1, False),
+    ],
+    ids=["F", "by keyword", "torch", "aten"],
+)
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_a_grid_that_is_not_finite_points_into_its_own_picture(sample: Any, padding: str, odd: float) -> None:
+    """The backward pass of PyTorch's kernel writes where NaN points, and ends the process."""
+    picture, grid = torch.randn(3, 2, 5, 5), torch.rand(3, 4, 4, 2) * 2.4 - 1.2
+    grid[1, 2, 3, 0] = odd
+    inputs = {"x": picture.requires_grad_(), "grid": grid.requires_grad_()}
+    found = isolated(lambda record: sample(record["x"], record["grid"], padding), inputs, 3)[:, 0]
+    given = torch.autograd.grad(found.square().sum(), (picture, grid))
+    held = grid.detach().nan_to_num(0.0).clamp(-1e4, 1e4).requires_grad_()
+    alone = sample(picture, held, padding)
+    expected = torch.autograd.grad(alone.square().sum(), (picture, held))
+    assert torch.allclose(found, alone)
+    assert torch.allclose(given[0], expected[0]) and given[1].isfinite().all()
+    assert torch.allclose(given[1][::2], expected[1][::2])
+
+
 @pytest.mark.parametrize("crop", [ops.roi_align, ops.roi_pool, ops.ps_roi_align, ops.ps_roi_pool])
 def test_boxes_of_a_record_are_refused_where_they_may_name_its_neighbour(crop: Any) -> None:
     pictures, boxes = torch.randn(3, 4, 8, 8), torch.tensor([0.0, 0.0, 0.0, 6.0, 6.0]).expand(3, 2, 5)

@@ -189,6 +189,8 @@ class OneMicroBatch(TorchFunctionMode):
 # there, or write into its gradient. Those of aten and of torchvision are known by name: torchvision need not be loaded.
 _TORCH: Any = torch
 _CTC_LOSS = {F.ctc_loss, torch.ctc_loss, _TORCH._ctc_loss, "aten.ctc_loss", "aten._ctc_loss"}
+_SAMPLERS = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+_GRID_SAMPLE = {F.grid_sample, *(getattr(torch, each) for each in _SAMPLERS), *(f"aten.{each}" for each in _SAMPLERS)}
 _BAGS = ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
 _BOXES = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 _POINTED = {
@@ -197,16 +199,19 @@ _POINTED = {
     **dict.fromkeys((torch.segment_reduce, "aten.segment_reduce"), "lengths, which are checked unless unsafe=True"),
     **dict.fromkeys((f"torchvision.{each}" for each in _BOXES), "grid_sample"),
 }
+FARTHEST = 1e4
+"""Of a grid's coordinates, which are -1 and 1 at the ends of a picture."""
 
 
 def within_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments, with CTC's targets held within the scores. Other operators are refused where a record points."""
+    """The arguments, held within what the operator may read. Some operators are refused where a record points."""
     named = func.overloadpacket if isinstance(func, OpOverload) else func
     key = str(named) if isinstance(named, OpOverloadPacket) else func
-    if key in _CTC_LOSS:
-        given = {**kwargs, **dict(zip(("log_probs", "targets"), args, strict=False))}
-        given["targets"] = given["targets"].clamp(0, given["log_probs"].shape[-1] - 1)
-        return (given.pop("log_probs"), given.pop("targets"), *args[2:]), given
+    if key in _CTC_LOSS:  # of a target that is no class
+        scores = args[0] if args else kwargs["log_probs"]
+        return _with(args, kwargs, 1, "targets", lambda targets: targets.clamp(0, scores.shape[-1] - 1))
+    if key in _GRID_SAMPLE:  # its backward pass on processors writes to the place that NaN comes to as a whole number
+        return _with(args, kwargs, 1, "grid", lambda grid: grid.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST))
     if key in _POINTED:
         if "embedding_bag" in named.__name__:
             places = [kwargs.get("offsets", args[2] if len(args) > 2 else None)]
@@ -220,6 +225,18 @@ def within_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
                 f"the same for all records, or use {_POINTED[key]}"
             )
     return args, kwargs
+
+
+def _with(
+    args: Any, kwargs: dict[str, Any], place: int, name: str, held: Callable[[Tensor], Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """One of the arguments held within bounds, if it is a record's: what is computed of weights keeps its identity."""
+    given = kwargs[name] if name in kwargs else args[place]
+    if not is_of_records(given):
+        return args, kwargs
+    if name in kwargs:
+        return args, {**kwargs, name: held(given)}
+    return (*args[:place], held(given), *args[place + 1 :]), kwargs
 
 
 def _mode() -> OneMicroBatch | None:
