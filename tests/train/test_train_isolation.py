@@ -221,6 +221,42 @@ def test_a_target_that_is_no_class_reaches_no_memory_beside_its_scores(function:
     assert torch.allclose(found.flatten(), losses(scores, targets.clamp(0, 3)))
 
 
+LOOK_UPS = {
+    "F": F.embedding,
+    "by keyword": lambda ids, table: F.embedding(ids, weight=table),
+    "torch": lambda ids, table: torch.embedding(table, ids),
+    "aten": lambda ids, table: torch.ops.aten.embedding(table, indices=ids),
+}
+
+
+@pytest.mark.parametrize("look_up", LOOK_UPS.values(), ids=LOOK_UPS)
+@pytest.mark.parametrize("odd", [-2, 4, 11])
+def test_an_id_that_is_none_of_a_record_s_table_is_no_row_of_its_neighbour_s(look_up: Any, odd: int) -> None:
+    """vmap lays the tables in a row."""
+    tables, ids = torch.randn(3, 4, 2), torch.tensor([[0, 1], [1, odd], [3, 3]])
+    found = isolated(lambda record: look_up(record["i"][0], record["t"][0]), {"i": ids, "t": tables}, 3)
+    assert torch.equal(found, torch.stack([table[own.clamp(0, 3)] for table, own in zip(tables, ids, strict=True)]))
+
+
+class LooksUp(nn.Module):
+    def __init__(self, look_up: Any) -> None:
+        super().__init__()
+        self.weight, self.look_up = nn.Parameter(torch.randn(4, 2)), look_up
+
+    def forward(self, record: zoo.Inputs) -> Tensor:
+        return self.look_up(record["x"], self.weight).square().sum((1, 2))
+
+
+def test_nor_is_it_a_row_of_its_neighbour_s_gradient() -> None:
+    """Where a weight has no rule, each record has a copy of its own, and vmap lays the copies in a row."""
+    model, inputs = LooksUp(LOOK_UPS["torch"]), {"x": torch.tensor([[0, 1], [1, -2], [3, 3]])}
+    clip, present = BookKeepingClip(RULE), torch.ones(3, dtype=torch.bool)
+    clip.prepare(model)
+    held = {"x": inputs["x"].clamp(0, 3)}
+    found = clipped_totals(clip, model, inputs, present)[0]
+    assert distance(found, one_by_one(model, held, BOUND)) <= 1e-5 * size(found.values())
+
+
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "sample",

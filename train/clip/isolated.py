@@ -189,6 +189,8 @@ class OneMicroBatch(TorchFunctionMode):
 # there, or write into its gradient. Those of aten and of torchvision are known by name: torchvision need not be loaded.
 _TORCH: Any = torch
 _CTC_LOSS = {F.ctc_loss, torch.ctc_loss, _TORCH._ctc_loss, "aten.ctc_loss", "aten._ctc_loss"}
+# By name and place of its ids, and place of its table.
+_EMBEDDING = {F.embedding: ("input", 0, 1), **dict.fromkeys((torch.embedding, "aten.embedding"), ("indices", 1, 0))}
 _SAMPLERS = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _GRID_SAMPLE = {F.grid_sample, *(getattr(torch, each) for each in _SAMPLERS), *(f"aten.{each}" for each in _SAMPLERS)}
 _BAGS = ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
@@ -210,6 +212,11 @@ def within_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
     if key in _CTC_LOSS:  # of a target that is no class
         scores = args[0] if args else kwargs["log_probs"]
         return _with(args, kwargs, 1, "targets", lambda targets: targets.clamp(0, scores.shape[-1] - 1))
+    if key in _EMBEDDING:
+        name, place, of_table = _EMBEDDING[key]
+        table = kwargs["weight"] if "weight" in kwargs else args[of_table]
+        if is_of_records(table):  # vmap lays the tables of all records in a row
+            return _with(args, kwargs, place, name, lambda ids: ids.clamp(0, len(table) - 1))
     if key in _GRID_SAMPLE:  # its backward pass on processors writes to the place that NaN comes to as a whole number
         return _with(args, kwargs, 1, "grid", lambda grid: grid.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST))
     if key in _POINTED:

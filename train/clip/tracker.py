@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from murmuration.train.clip.functions import PerRecord
-from murmuration.train.clip.isolated import OneMicroBatch, directly, enter, in_checkpoint, is_of_records, leave, outside
+from murmuration.train.clip.isolated import (
+    OneMicroBatch,
+    directly,
+    enter,
+    in_checkpoint,
+    is_of_records,
+    leave,
+    outside,
+    within_memory,
+)
 from murmuration.train.clip.per_record import (
     Dense,
     OuterProduct,
@@ -206,7 +215,9 @@ class ParameterTracker(OneMicroBatch):
             return func(*args, **kwargs)
         if not any(is_of_records(x) for x in tensors_in(args, kwargs)):
             return self.computed(func, args, kwargs)
-        return func(*swapped(args, self.copy_of), **swapped(kwargs, self.copy_of))
+        # Of a record's own copy of a weight, too.
+        args, kwargs = within_memory(func, swapped(args, self.copy_of), swapped(kwargs, self.copy_of))
+        return func(*args, **kwargs)
 
     def source(self, tensor: Tensor) -> TrackedTensor | None:
         """The trainable parameters behind a tensor; None if there are none, or none is to be learnt from here."""
