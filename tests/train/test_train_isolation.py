@@ -238,6 +238,14 @@ def test_an_id_that_is_none_of_a_record_s_table_is_no_row_of_its_neighbour_s(loo
     assert torch.equal(found, torch.stack([table[own.clamp(0, 3)] for table, own in zip(tables, ids, strict=True)]))
 
 
+@pytest.mark.parametrize("fill", [torch.index_fill, torch.Tensor.index_fill, torch.ops.aten.index_fill])
+@pytest.mark.parametrize("odd", [-2, 6])
+def test_an_index_from_the_end_fills_nothing_of_a_neighbour_s(fill: Any, odd: int) -> None:
+    rows, ids = torch.rand(3, 4) + 1, torch.tensor([[0], [odd], [1]])
+    found = isolated(lambda record: fill(record["x"][0], 0, record["i"][0], 0.0), {"x": rows, "i": ids}, 3)
+    assert found.eq(0).nonzero().tolist() == [[0, 0], [1, 2], [2, 1]]
+
+
 class LooksUp(nn.Module):
     def __init__(self, look_up: Any) -> None:
         super().__init__()

@@ -26,9 +26,9 @@ FINITE, OTHERS, NAN = 1, 2, 3
 """Which neighbours a record has."""
 # What takes places, and has kernels that do not check all of them or rules for vmap that lay records in a row.
 POINTED = {
-    "__getitem__", "gather", "index_add", "index_put", "index_select", "masked_scatter", "nn.functional.ctc_loss",
-    "nn.functional.embedding", "nn.functional.embedding_bag", "nn.functional.max_unpool2d", "put", "scatter_add",
-    "searchsorted", "take", "take_along_dim", "_segment_reduce",
+    "__getitem__", "gather", "index_add", "index_fill", "index_put", "index_select", "masked_scatter",
+    "nn.functional.ctc_loss", "nn.functional.embedding", "nn.functional.embedding_bag", "nn.functional.max_unpool2d",
+    "put", "scatter_add", "searchsorted", "take", "take_along_dim", "_segment_reduce",
 }  # fmt: skip
 # They return memory as they find it, which is no operator's fault.
 UNFILLED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -74,12 +74,18 @@ def records(leaves: list[Any], places: list[int]) -> Iterator[tuple[str, list[An
                 yield f"{number} at {where} of argument {place}", [*leaves[:place], changed, *leaves[place + 1 :]]
 
 
-def beside(op: Any, leaves: list[Any], form: Any, places: list[int], kind: int, learnt: bool) -> list[Tensor | None]:
-    """Results and gradients of the record in the middle."""
+def beside(
+    op: Any, leaves: list[Any], form: Any, places: list[int], kind: int | list[Any], learnt: bool
+) -> list[Tensor | None]:  # fmt: skip
+    """Results and gradients of the record in the middle. `kind`: of its neighbours, or what they are themselves."""
     inputs: dict[str, Tensor] = {}
     for place in places:
         own = leaves[place].detach()
-        inputs[str(place)] = torch.stack([neighbour(own, kind, 2 * place), own, neighbour(own, kind, 2 * place + 1)])
+        if isinstance(kind, list):
+            inputs[str(place)] = torch.stack([kind[place].detach(), own, kind[place].detach()])
+        else:
+            around = [neighbour(own, kind, 2 * place + side) for side in (0, 1)]
+            inputs[str(place)] = torch.stack([around[0], own, around[1]])
     wanted = [x.requires_grad_() for x in inputs.values() if learnt and x.is_floating_point()]
 
     def run(record: Any) -> Tensor:
@@ -115,17 +121,19 @@ def differences(op: Any) -> tuple[int, list[str]]:
         for name, record in records(leaves, places) if places else ():
             for learnt in (True, False):
                 try:
-                    first = beside(op, record, form, places, FINITE, learnt)
+                    beside(op, record, form, places, FINITE, learnt)
                 except Exception:  # refused, or no number that it takes, or nothing that has a gradient
                     continue
                 taken += 1
-                for other in (OTHERS, NAN):
+                # Beside others, beside NaN, and itself as the neighbour of what it was made from.
+                for mine, other in ((record, OTHERS), (record, NAN), (leaves, record)):
                     try:
-                        again = beside(op, record, form, places, other, learnt)
+                        first = beside(op, mine, form, places, FINITE, learnt)
+                        again = beside(op, mine, form, places, other, learnt)
                     except Exception:  # of the neighbours' own numbers
                         continue
                     if not same(first, again):
-                        found.append(f"{op.name} {op.variant_test_name}: {name}, beside {other}")
+                        found.append(f"{op.name} {op.variant_test_name}: {name}, {mine is record} {other}"[:200])
                 break
     return taken, found
 

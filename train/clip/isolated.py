@@ -191,6 +191,7 @@ _TORCH: Any = torch
 _CTC_LOSS = {F.ctc_loss, torch.ctc_loss, _TORCH._ctc_loss, "aten.ctc_loss", "aten._ctc_loss"}
 # By name and place of its ids, and place of its table.
 _EMBEDDING = {F.embedding: ("input", 0, 1), **dict.fromkeys((torch.embedding, "aten.embedding"), ("indices", 1, 0))}
+_INDEX_FILL = {torch.index_fill, torch.Tensor.index_fill, "aten.index_fill"}
 _SAMPLERS = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 _GRID_SAMPLE = {F.grid_sample, *(getattr(torch, each) for each in _SAMPLERS), *(f"aten.{each}" for each in _SAMPLERS)}
 _BAGS = ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
@@ -217,6 +218,10 @@ def within_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, di
         table = kwargs["weight"] if "weight" in kwargs else args[of_table]
         if is_of_records(table):  # vmap lays the tables of all records in a row
             return _with(args, kwargs, place, name, lambda ids: ids.clamp(0, len(table) - 1))
+    if key in _INDEX_FILL:  # here too, where a negative index counts from the end
+        filled, along = args[0] if args else kwargs["input"], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        length = filled.shape[along] if filled.dim() else 1
+        return _with(args, kwargs, 2, "index", lambda ids: ids.remainder(length))
     if key in _GRID_SAMPLE:  # its backward pass on processors writes to the place that NaN comes to as a whole number
         return _with(args, kwargs, 1, "grid", lambda grid: grid.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST))
     if key in _POINTED:
