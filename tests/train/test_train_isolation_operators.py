@@ -125,15 +125,20 @@ def differences(op: Any) -> tuple[int, list[str]]:
                 except Exception:  # refused, or no number that it takes, or nothing that has a gradient
                     continue
                 taken += 1
-                # Beside others, beside NaN, and itself as the neighbour of what it was made from.
-                for mine, other in ((record, OTHERS), (record, NAN), (leaves, record)):
+                around = {
+                    "beside others": OTHERS,
+                    "beside NaN": NAN,
+                    "as the neighbour of what it was made from": record,
+                }
+                for where, other in around.items():
+                    mine = leaves if other is record else record
                     try:
                         first = beside(op, mine, form, places, FINITE, learnt)
                         again = beside(op, mine, form, places, other, learnt)
                     except Exception:  # of the neighbours' own numbers
                         continue
                     if not same(first, again):
-                        found.append(f"{op.name} {op.variant_test_name}: {name}, {mine is record} {other}"[:200])
+                        found.append(f"{op.name} {op.variant_test_name}: {name}, {where}")
                 break
     return taken, found
 
