@@ -103,8 +103,10 @@ def beside(
 
 
 def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(a is b or (a is not None and b is not None and torch.allclose(a, b, 0, 0, True)) for a, b in pairs)
+    return all(
+        a is b or (a is not None and b is not None and a.shape == b.shape and torch.allclose(a, b, 0, 0, True))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def differences(op: Any) -> tuple[int, list[str]]:
