@@ -34,6 +34,8 @@ POINTED = {
 UNFILLED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 # Loops as long as a number says, up to 1e9, or sizes that take minutes; nn.functional.grid_sample has the same kernels.
 ENDLESS = {"grid_sampler_3d"}
+# Not mended: its residuals are missing for all records as soon as one is not of full rank.
+KNOWN = {"linalg.lstsq"}
 
 
 def operators() -> list[Any]:
@@ -43,7 +45,7 @@ def operators() -> list[Any]:
     sys.modules.setdefault("expecttest", absent)
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return [op for op in op_db if op.name not in UNFILLED | ENDLESS and "polynomial" not in op.name]
+    return [op for op in op_db if op.name not in UNFILLED | ENDLESS | KNOWN and "polynomial" not in op.name]
 
 
 def neighbour(like: Tensor, kind: int, seed: int) -> Tensor:
