@@ -246,6 +246,27 @@ def test_an_index_from_the_end_fills_nothing_of_a_neighbour_s(fill: Any, odd: in
     assert found.eq(0).nonzero().tolist() == [[0, 0], [1, 2], [2, 1]]
 
 
+def test_a_deformed_convolution_learns_where_its_offsets_are_no_record_s() -> None:
+    class Deformed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.offset = ops.DeformConv2d(3, 2, 3, padding=1), torch.rand(1, 18, 4, 4)
+
+        def forward(self, record: zoo.Inputs) -> Tensor:
+            return (
+                self.convolution(record["x"], self.offset.expand(len(record["x"]), -1, -1, -1)).square().sum((1, 2, 3))
+            )
+
+    model, inputs = Deformed(), {"x": torch.randn(3, 3, 4, 4)}
+    found = clipped(model, inputs)[1]
+    assert distance(found, one_by_one(model, inputs, BOUND)) <= 1e-5 * size(found.values())
+
+
+def test_what_a_record_s_rank_decides_for_all_is_refused() -> None:
+    with pytest.raises(ClipError, match="linalg_lstsq leaves out residuals"):
+        isolated(lambda record: torch.linalg.lstsq(record["x"][0], torch.ones(4, 1))[0], {"x": torch.randn(2, 4, 3)}, 2)
+
+
 class LooksUp(nn.Module):
     def __init__(self, look_up: Any) -> None:
         super().__init__()

@@ -28,7 +28,6 @@ from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
@@ -185,70 +184,77 @@ class OneMicroBatch(TorchFunctionMode):
             )
 
 
-# Tensors of all records lie together. Operators that do not check where they are pointed to would read a neighbour's
-# there, or write into its gradient. Those of aten and of torchvision are known by name: torchvision need not be loaded.
-_TORCH: Any = torch
-_CTC_LOSS = {F.ctc_loss, torch.ctc_loss, _TORCH._ctc_loss, "aten.ctc_loss", "aten._ctc_loss"}
-# By name and place of its ids, and place of its table.
-_EMBEDDING = {F.embedding: ("input", 0, 1), **dict.fromkeys((torch.embedding, "aten.embedding"), ("indices", 1, 0))}
-_INDEX_FILL = {torch.index_fill, torch.Tensor.index_fill, "aten.index_fill"}
-_SAMPLERS = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
-_GRID_SAMPLE = {F.grid_sample, *(getattr(torch, each) for each in _SAMPLERS), *(f"aten.{each}" for each in _SAMPLERS)}
-_BAGS = ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only")
-_BOXES = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
-_POINTED = {
-    **dict.fromkeys((F.embedding_bag, *(getattr(torch, each) for each in _BAGS)), "bags of equal length as rows"),
-    **dict.fromkeys((f"aten.{each}" for each in _BAGS), "bags of equal length as rows"),
-    **dict.fromkeys((torch.segment_reduce, "aten.segment_reduce"), "lengths, which are checked unless unsafe=True"),
-    **dict.fromkeys((f"torchvision.{each}" for each in _BOXES), "grid_sample"),
-}
+def _rows_of(table: str, place: int) -> Callable[[Tensor, Callable[..., Any]], Tensor]:
+    def held(ids: Tensor, given: Callable[..., Any]) -> Tensor:
+        rows = given(table, place)
+        return ids.clamp(0, len(rows) - 1) if is_of_records(rows) else ids  # PyTorch checks those of one table
+
+    return held
+
+
+def _from_its_end(index: Tensor, given: Callable[..., Any]) -> Tensor:
+    filled = given("input", 0)
+    return index.remainder(filled.shape[given("dim", 1)] if filled.dim() else 1)
+
+
+def _of_a_class(targets: Tensor, given: Callable[..., Any]) -> Tensor:
+    return targets.clamp(0, given("log_probs", 0).shape[-1] - 1)
+
+
+def _within_picture(grid: Tensor, given: Callable[..., Any]) -> Tensor:
+    del given
+    return grid.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST)
+
+
 FARTHEST = 1e4
 """Of a grid's coordinates, which are -1 and 1 at the ends of a picture."""
+_PLACES = "may read beyond a record where a record says at what places; give the same for all records, or use "
+_FULL_RANK = "leaves out residuals for all records as soon as one is not of full rank; use linalg.pinv"
+_BAGS, _BOXES = _PLACES + "bags of equal length as rows", _PLACES + "grid_sample"
+_LENGTHS = _PLACES + "lengths, which are checked unless unsafe=True"
+# Tensors of all records lie together. Operators that do not check where they are pointed to would read a neighbour's
+# there, or write into its gradient; vmap lays the tables of all records in a row. For each, by its name in torch, aten
+# or torchvision: the argument that points, its place, and what holds it within the record, or why it is refused.
+_POINTED: dict[str, tuple[tuple[str, int, Callable[[Tensor, Callable[..., Any]], Tensor] | str], ...]] = {
+    "ctc_loss": (("targets", 1, _of_a_class),),
+    "F.embedding": (("input", 0, _rows_of("weight", 1)),),
+    "embedding": (("indices", 1, _rows_of("weight", 0)),),
+    "index_fill": (("index", 2, _from_its_end),),
+    # Its backward pass on processors writes to the place that NaN comes to as a whole number.
+    **dict.fromkeys(
+        ("grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_cpu_fallback"),
+        (("grid", 1, _within_picture),),
+    ),
+    **dict.fromkeys(("embedding_bag", "embedding_bag_forward_only"), (("offsets", 2, _BAGS),)),
+    **dict.fromkeys(("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool"), (("rois", 1, _BOXES),)),
+    "deform_conv2d": (("offset", 2, _BOXES),),
+    "segment_reduce": (("offsets", 4, _LENGTHS),),
+    "linalg_lstsq": (("input", 0, _FULL_RANK), ("b", 1, _FULL_RANK)),
+}
 
 
 def within_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments, held within what the operator may read. Some operators are refused where a record points."""
-    named = func.overloadpacket if isinstance(func, OpOverload) else func
-    key = str(named) if isinstance(named, OpOverloadPacket) else func
-    if key in _CTC_LOSS:  # of a target that is no class
-        scores = args[0] if args else kwargs["log_probs"]
-        return _with(args, kwargs, 1, "targets", lambda targets: targets.clamp(0, scores.shape[-1] - 1))
-    if key in _EMBEDDING:
-        name, place, of_table = _EMBEDDING[key]
-        table = kwargs["weight"] if "weight" in kwargs else args[of_table]
-        if is_of_records(table):  # vmap lays the tables of all records in a row
-            return _with(args, kwargs, place, name, lambda ids: ids.clamp(0, len(table) - 1))
-    if key in _INDEX_FILL:  # here too, where a negative index counts from the end
-        filled, along = args[0] if args else kwargs["input"], kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        length = filled.shape[along] if filled.dim() else 1
-        return _with(args, kwargs, 2, "index", lambda ids: ids.remainder(length))
-    if key in _GRID_SAMPLE:  # its backward pass on processors writes to the place that NaN comes to as a whole number
-        return _with(args, kwargs, 1, "grid", lambda grid: grid.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST))
-    if key in _POINTED:
-        if "embedding_bag" in named.__name__:
-            places = [kwargs.get("offsets", args[2] if len(args) > 2 else None)]
-        elif "segment_reduce" in named.__name__:
-            places = [kwargs.get("offsets"), kwargs.get("lengths") if kwargs.get("unsafe") else None]
+    """The arguments, held within what the operator may read of a record; or a refusal."""
+    name = "F.embedding" if func is F.embedding else getattr(func, "__name__", "").partition(".")[0].removeprefix("_")
+
+    def given(argument: str, place: int) -> Any:
+        return kwargs[argument] if argument in kwargs else args[place] if place < len(args) else None
+
+    rules = _POINTED.get(name, ())
+    if name == "segment_reduce" and kwargs.get("unsafe"):
+        rules = (*rules, ("lengths", 2, _LENGTHS))
+    for argument, place, held in rules:
+        pointer = given(argument, place)
+        if not is_of_records(pointer):  # what is computed of weights keeps its identity
+            continue
+        if isinstance(held, str):
+            raise ClipError(f"{name} {held}")
+        pointer = held(pointer, given)
+        if argument in kwargs:
+            kwargs = {**kwargs, argument: pointer}
         else:
-            places = [*args[1:], *(value for name, value in kwargs.items() if name != "input")]
-        if any(map(is_of_records, places)):
-            raise ClipError(
-                f"{named.__name__.removeprefix('_')} may read beyond a record where a record says at what places; give "
-                f"the same for all records, or use {_POINTED[key]}"
-            )
+            args = (*args[:place], pointer, *args[place + 1 :])
     return args, kwargs
-
-
-def _with(
-    args: Any, kwargs: dict[str, Any], place: int, name: str, held: Callable[[Tensor], Tensor]
-) -> tuple[Any, dict[str, Any]]:
-    """One of the arguments held within bounds, if it is a record's: what is computed of weights keeps its identity."""
-    given = kwargs[name] if name in kwargs else args[place]
-    if not is_of_records(given):
-        return args, kwargs
-    if name in kwargs:
-        return args, {**kwargs, name: held(given)}
-    return (*args[:place], held(given), *args[place + 1 :]), kwargs
 
 
 def _mode() -> OneMicroBatch | None:

@@ -91,9 +91,11 @@ def _checksum(tensor: Tensor) -> Tensor:
         for start in range(0, len(words), stretch):
             part = words[start : start + stretch]
             # Products wrap as in C; an odd factor loses no bit of a word, nor of the stretches before.
-            places = PLACES[: len(part)]
-            if not on_host:
-                places = torch.arange(1, 2 * len(part), 2, dtype=torch.int32, device=tensor.device)
+            places = (
+                PLACES[: len(part)]
+                if on_host
+                else torch.arange(1, 2 * len(part), 2, dtype=torch.int32, device=tensor.device)
+            )
             total = 3 * total + torch.stack([part.sum(), (part * places).sum()])
     return total
 
