@@ -8,12 +8,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from murmuration.accounting.errors import InputError, RunError
 from murmuration.data.batch.slot_rows import SlotRows
@@ -31,12 +32,38 @@ _one_at_a_time = threading.Lock()
 """Of all readers, since a process has one generator of each kind."""
 
 
+@dataclass(frozen=True)
+class Table:
+    """The `Read` of a TensorDataset, or of a part of one. It runs nobody's code for a record, so its rows can be taken
+    at once, which one by one would take as long as a small model's backward pass."""
+
+    columns: dict[str, Tensor]
+    places: Tensor
+    """The row of each record."""
+
+    @staticmethod
+    def of(data: Any) -> Table | None:
+        if type(data) is TensorDataset:  # a subclass may return anything
+            return Table({str(place): each for place, each in enumerate(data.tensors)}, torch.arange(len(data)))
+        if type(data) is Subset and (whole := Table.of(data.dataset)) is not None:
+            return Table(whole.columns, whole.places[torch.as_tensor(data.indices)])
+        return None
+
+    def is_like(self, rows: Mapping[str, Tensor]) -> bool:
+        found = {name: (column.shape[1:], column.dtype, column.device) for name, column in self.columns.items()}
+        return found == {name: (row.shape[1:], row.dtype, row.device) for name, row in rows.items()}
+
+    def __call__(self, numbers: np.ndarray) -> dict[str, Tensor]:
+        places = self.places[torch.from_numpy(numbers)]
+        return {name: column.detach().index_select(0, places) for name, column in self.columns.items()}
+
+
 class ReadFailsError(RunError, ValueError):
     """The function returns no record at all."""
 
 
 class FunctionReader:
-    """A `Reader` for a `Loader`. `read` is called for one record at a time, by one thread at a time, and what it draws
+    """A `Reader` for a `Loader`. A `read` that is no table is called for one record at a time, by one thread at a time, and what it draws
     from the generators of Python, NumPy and PyTorch is seeded by `key`, step and record. With one stream for all
     records, one that is there or not would decide how all later ones are cropped and flipped.
 
@@ -53,6 +80,8 @@ class FunctionReader:
     ) -> None:  # fmt: skip
         self._read, self._slots, self._key = read, rows or SlotRows(), by_step(key)
         self._empty = {name: torch.zeros_like(tensor[:1]) for name, tensor in like.items()}
+        at_once = isinstance(read, Table) and read.is_like(self._empty)
+        self._table = read if at_once else None
         self.bad_reasons: dict[int, str] = {}
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
@@ -63,25 +92,31 @@ class FunctionReader:
         inputs = {name: tensor.repeat(count, *[1] * (tensor.dim() - 1)) for name, tensor in self._empty.items()}
         shares = np.zeros(count, dtype=np.float32)  # one element at a time, NumPy is faster
         bad: dict[int, str] = {}
-        key = self._key(step)
         taken = np.nonzero(wanted != EMPTY)
-        # As Python's own numbers, which are several times as fast one by one.
-        each = zip(*(part.tolist() for part in (*taken, wanted[taken])), strict=True)
-        with _one_at_a_time, _generators_as_before():
-            for slot, place, record in each:
-                _seed(key, step, record)
-                try:
-                    found = self._one(record)
-                except BadRecord as error:
-                    bad[record] = str(error)
-                    continue
-                first = slot * rows + place * views
-                filled = next(iter(found.values())).shape[0]
-                for name, tensor in found.items():  # at once: the function may use its memory again
-                    inputs[name].narrow(0, first, filled).copy_(tensor)
-                if rows > 1:
-                    shares[first : first + filled] = 1 / filled
-                usable[slot, place] = True
+        if self._table is not None:
+            where = taken[0] * rows + taken[1]
+            for name, found in self._table(wanted[taken]).items():
+                inputs[name].index_copy_(0, torch.from_numpy(where), found)
+            usable[taken], shares[where] = True, 1
+        else:
+            key = self._key(step)
+            # As Python's own numbers, which are several times as fast one by one.
+            each = zip(*(part.tolist() for part in (*taken, wanted[taken])), strict=True)
+            with _one_at_a_time, _generators_as_before():
+                for slot, place, record in each:
+                    _seed(key, step, record)
+                    try:
+                        found = self._one(record)
+                    except BadRecord as error:
+                        bad[record] = str(error)
+                        continue
+                    first = slot * rows + place * views
+                    filled = next(iter(found.values())).shape[0]
+                    for name, tensor in found.items():  # at once: the function may use its memory again
+                        inputs[name].narrow(0, first, filled).copy_(tensor)
+                    if rows > 1:
+                        shares[first : first + filled] = 1 / filled
+                    usable[slot, place] = True
         if self._slots.reduce == "mean":
             shares /= np.maximum(usable.sum(1), 1).repeat(rows)
         if rows > 1:
@@ -171,6 +206,8 @@ def as_read(data: Any, records: int | None, views: int = 1) -> tuple[Read, int]:
     if is_dataset(data):
         if records not in (None, len(data)):
             raise InputError(f"records = {records}, but the dataset has {len(data)}; leave records out")
+        if views == 1 and (table := Table.of(data)) is not None:
+            return table, len(data)
 
         def read(number: np.ndarray) -> Mapping[str, Tensor]:
             seen = [as_inputs(data[int(number[0])]) for _ in range(views)]

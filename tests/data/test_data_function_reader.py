@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
-from murmuration.data.batch.function_reader import FunctionReader, ReadFailsError
+from murmuration.data.batch.function_reader import FunctionReader, ReadFailsError, Table, as_inputs, as_read
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE
@@ -183,3 +184,61 @@ def test_threads_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert not overlaps
+
+
+def _in_memory() -> TensorDataset:
+    return TensorDataset(torch.randn(9, 2, generator=torch.Generator().manual_seed(0)), torch.arange(9.0))
+
+
+class Shifted(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 1, y
+
+
+TABLE = UnitTable.of_names("person", ["a", "b", "a", "b", "a", "c", "c", "d", "c"])
+PLACED = {
+    "records": (SlotRows(), [7, 3, EMPTY, 0, EMPTY]),
+    "none": (SlotRows(), [EMPTY, EMPTY]),
+    "units": (SlotRows(TABLE, 2, "mean", key=bytes(32)), [0, EMPTY, 3, 2]),
+    "sums": (SlotRows(TABLE, 3, "sum", key=bytes(32)), [2, 3]),
+}
+
+
+@pytest.mark.parametrize("rows", PLACED)
+@pytest.mark.parametrize("kind", ["whole", "part", "part of a part", "subclass"])
+def test_a_dataset_in_memory_gives_what_it_gives_item_by_item(kind: str, rows: str) -> None:
+    whole = _in_memory()
+    data = {
+        "whole": whole,
+        "part": Subset(whole, [8, 1, 2, 0, 4, 3, 7, 6, 5]),
+        "part of a part": Subset(Subset(whole, range(8, -1, -1)), [4, 3, 2, 1, 0, 5, 6, 7, 8]),
+        "subclass": Shifted(*whole.tensors),
+    }[kind]
+    at_once, n = as_read(data, None)
+    assert n == 9 and isinstance(at_once, Table) == (kind != "subclass")
+    like = {"0": torch.zeros(1, 2), "1": torch.zeros(1)}
+    slots, ids = PLACED[rows]
+    found = FunctionReader(at_once, like, slots).fetch(np.array(ids), 1)
+    one_by_one = FunctionReader(lambda number: as_inputs(data[int(number[0])]), like, slots).fetch(np.array(ids), 1)
+    assert found.bad == one_by_one.bad == {}
+    assert torch.equal(found.batch.present, one_by_one.batch.present)
+    assert found.batch.inputs.keys() == one_by_one.batch.inputs.keys()
+    for name, tensor in one_by_one.batch.inputs.items():
+        assert torch.equal(found.batch.inputs[name], tensor) and found.batch.inputs[name].dtype is tensor.dtype
+
+
+def test_a_dataset_in_memory_of_another_type_or_shape_is_read_as_any_other() -> None:
+    data = _in_memory()
+    read, _ = as_read(data, None)
+    ids = np.array([2, EMPTY, 5])
+    wide = FunctionReader(read, {"0": torch.zeros(1, 2).double(), "1": torch.zeros(1)}).fetch(ids, 1)
+    assert torch.equal(wide.batch.inputs["0"][[0, 2]], data.tensors[0][[2, 5]].double())
+    other = FunctionReader(read, {"0": torch.zeros(1, 3), "1": torch.zeros(1)}).fetch(ids, 1)
+    assert other.bad.keys() == {2, 5} and not other.batch.present.any()
+
+
+def test_a_trained_tensor_in_a_dataset_gets_no_gradient() -> None:
+    read, _ = as_read(TensorDataset(torch.ones(3, 2, requires_grad=True)), None)
+    found = FunctionReader(read, {"0": torch.zeros(1, 2)}).fetch(np.array([1]), 1)
+    assert not found.batch.inputs["0"].requires_grad
