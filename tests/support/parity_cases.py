@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from murmuration.model.captioner import PAD
@@ -111,11 +112,19 @@ def convolutions() -> Iterator[nn.Module]:
     yield nn.Conv1d(6, 4, 3, padding="same")
 
 
+class AndLinear(nn.Conv2d):
+    """Its kernel is also the weight of a linear layer, over the places that it sees."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        linear = F.linear(input[:, :, :2, :2].flatten(1), self.weight.flatten(1))
+        return super().forward(input) + linear[:, :, None, None]
+
+
 def few_places() -> Iterator[nn.Module]:
     """Of kernels over two or three places a side, one twice: gradients are not written out, but patches are."""
-    yield from (nn.Conv2d(4, 8, 3, stride=2), nn.GELU(), nn.Conv2d(8, 16, 3, padding=2, dilation=2, bias=False))
-    shared = nn.Conv2d(16, 16, 3, padding=1)
-    yield from (nn.GELU(), shared, nn.GELU(), shared, nn.Flatten())
+    kernel, shared = nn.Conv2d(8, 16, (3, 2), padding=(2, 1), dilation=2, bias=False), nn.Conv2d(16, 16, 3, padding=1)
+    yield from (nn.Conv2d(4, 8, 3, stride=2), nn.GELU(), kernel, nn.GELU(), shared, nn.GELU(), shared)
+    yield from (nn.GELU(), AndLinear(16, 16, 2, padding=1), nn.Flatten())
 
 
 def norms() -> Iterator[nn.Module]:

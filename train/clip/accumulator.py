@@ -17,6 +17,7 @@ from torch import Tensor
 
 from murmuration.train.clip.norms import TOLERANCE, Squares, measure, measure_affine, squared
 from murmuration.train.clip.per_record import (
+    ChannelsLast,
     CHUNK,
     ClipWeights,
     Dense,
@@ -116,7 +117,7 @@ class NormAccumulator:
         """Norms [groups, B] without what rounding of operands may add; None if nothing is added for it."""
         self._records = records
         self.keep = torch.zeros(records, dtype=torch.bool, device=device)
-        self._keeps_all = False
+        self._keeps_all = self._finite = False
         self._none = torch.zeros(records, dtype=torch.float64, device=device)
         self._terms = [Terms() for _ in range(max(group_of.values()) + 1)]
 
@@ -205,10 +206,11 @@ class NormAccumulator:
         # Where every norm is finite, so are all operands, and a factor of 0 suffices to leave out a record or padding.
         ordinary = (finite & ~doubtful).all()
         if self._defer:
-            self.doubtful, self._keeps_all, self.ordinary = doubtful, True, ordinary
+            self.doubtful, self._keeps_all, self._finite, self.ordinary = doubtful, True, True, ordinary
             return norms
         # One query in the usual case, since on a GPU the host waits for each answer.
         self._keeps_all = bool(ordinary)
+        self._finite = self._keeps_all or bool(finite.all())
         if not self._keeps_all and bool(doubtful.any()):
             self.doubtful = doubtful
             # Measured again from gradients that are written out in fp64, and added from these very numbers as well
@@ -243,9 +245,9 @@ class NormAccumulator:
             keep = keep & ~self.doubtful
         # A factor of 0 leaves out any finite record. Where one is not finite, 0·inf would be NaN in every sum, so both
         # operands are masked as well.
-        touch = None if self._keeps_all else keep
+        touch = None if self._finite else keep
         weights = [
-            ClipWeights(own if touch is None else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors
+            ClipWeights(own if self._keeps_all else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors
         ]
         if apart is not None:
             for name in self._pieces:
@@ -344,7 +346,7 @@ def _is_small(piece: PerRecordGradient) -> bool:
 
 def _is_product(piece: PerRecordGradient) -> TypeGuard[OuterProduct | Dense]:
     """Whether its weighted sum is one product in fp32."""
-    if isinstance(piece, OuterProduct) and piece.sparse:
+    if isinstance(piece, ChannelsLast) or (isinstance(piece, OuterProduct) and piece.sparse):
         return False
     return isinstance(piece, (OuterProduct, Dense)) and wide(piece.dtype) == torch.float32
 

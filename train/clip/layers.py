@@ -31,7 +31,7 @@ from murmuration.train.clip.functions import (
 )
 from murmuration.train.clip.isolated import enter, is_of_records, leave, outside
 from murmuration.train.clip.norms import gram_cost
-from murmuration.train.clip.per_record import PerRecordGradient, Reported, over_tokens, wide
+from murmuration.train.clip.per_record import ChannelsLast, PerRecordGradient, Reported, over_tokens, wide
 from murmuration.train.clip.recurrent import RECURRENT_RULES
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.standardised import Standardisation
@@ -358,8 +358,12 @@ def convolution(
         if has_patches and not on_gpu and cost < source.shape.numel():
             # At so few places, as in the later stages of a ResNet, products of patches are cheaper than a gradient that
             # is written out, and patches take about as much memory.
-            patches = geometry.patches(x.squeeze(1), source.shape)
-            pieces = source.outer(own.squeeze(1).flatten(2).transpose(1, 2), patches)
+            left = own.squeeze(1).flatten(2).transpose(1, 2)
+            if (name := tracker.used_once(source)) is not None:
+                patches = geometry.patches_channels_last(x.squeeze(1), source.shape)
+                pieces = [ChannelsLast(name, left, patches, source.shape)]
+            else:
+                pieces = source.outer(left, geometry.patches(x.squeeze(1), source.shape))
         else:
             # A written gradient is itself a product with patches where matrix units take halves, for which libraries of
             # convolutions would round what they return.

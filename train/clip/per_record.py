@@ -264,8 +264,8 @@ class OuterProduct:
         """Columns of both operands."""
         return self.rows + self.columns
 
-    def part(self, rows: slice) -> OuterProduct:
-        return OuterProduct(self.name, self.left[rows], self.right[rows], self.shape)
+    def part(self, rows: slice) -> Self:
+        return replace(self, left=self.left[rows], right=self.right[rows])
 
     def spread(self) -> Tensor:
         lengths = squared_length(self.right)
@@ -298,6 +298,25 @@ class OuterProduct:
         else:
             left, right = weights.mask(left), weights.operand(right)
         return left.flatten(0, 1).contiguous(), right.flatten(0, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class ChannelsLast(OuterProduct):
+    """Of a convolution [rows, channels, *kernel], whose patches have their columns in the order [*kernel, channels]. A
+    norm does not depend on the order; what is added up or written out has the parameter's."""
+
+    def instances(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        return self._in_order(super().instances(rows, dtype))
+
+    def add_weighted(self, weights: ClipWeights, sums: GradientSums) -> None:
+        sums.add(self.name, self.weighted(weights))
+
+    def weighted(self, weights: ClipWeights) -> Tensor:
+        return self._in_order(super().weighted(weights).unsqueeze(0)).squeeze(0)
+
+    def _in_order(self, found: Tensor) -> Tensor:
+        channels, *kernel = self.shape[1:]
+        return found.view(len(found), self.rows, *kernel, channels).movedim(-1, 2)
 
 
 @dataclass(frozen=True)

@@ -243,6 +243,14 @@ class ParameterTracker(OneMicroBatch):
             for name, times in uses.items():
                 self.used[name] = self.used.get(name, 0) + times
 
+    def used_once(self, source: TrackedTensor) -> str | None:
+        """The parameter that it is, in its own shape, if nothing else of the forward pass uses it: then its gradient
+        meets no other, and may have an order of its own. To be asked in the backward pass."""
+        if source.view != "same" or self.recorded:  # a block that is recorded does not know of others
+            return None
+        ((name, leaf),) = source.leaves.items()
+        return name if leaf.shape == source.shape and self.used[name] == 1 else None
+
     def name_of(self, tensor: Tensor) -> str | None:
         """Of a trained parameter."""
         return self._names.get(id(tensor))
