@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from murmuration.evaluation.study.outcome import sums_in_words  # noqa: E402
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon  # noqa: E402
 
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
 LEADERBOARD = ROOT / "benchmarks" / "results" / "leaderboard.json"
@@ -24,7 +24,9 @@ HEAD = """# Results on real images
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
 
 What private training reaches on CIFAR-10, each table with its command. Means are over runs with their own keys and
-initial weights; ± is their standard deviation. [Results by commit](../benchmarks/leaderboard.md).
+initial weights; ± is their standard deviation. The ε below a table is what all its private runs cost a record together,
+first if their settings were fixed beforehand, then in any case; runs that are not counted are in neither. [Results by
+commit](../benchmarks/leaderboard.md).
 """
 
 
@@ -45,11 +47,18 @@ def section(told: dict[str, Any], name: str) -> str:
 
 {tables(found)}![Plot](../benchmarks/results/studies/{name}.png)
 
-{sums_in_words(found["cost"])}
-{told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
+{cost(found["cost"])} {told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
 
 {told["besides"]}
 """
+
+
+def cost(spent: dict[str, Any]) -> str:
+    fixed, in_any_case = (
+        f"{show_epsilon(spent[f'epsilon_{by}'], 2)} at δ = {show_delta(spent[f'delta_{by}'])}"
+        for by in ("together", "sum")
+    )
+    return f"{spent['runs']} private runs: ε = {fixed}, or {in_any_case}."
 
 
 def tables(found: dict[str, Any]) -> str:
