@@ -62,11 +62,15 @@ def cost(spent: dict[str, Any]) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """With an axis one table for each measure, without an axis one for all."""
+    """One table, or along an axis with several arms one for each measure."""
     labels, runs = list(found["rows"][0]["measures"]), {row["runs"] for row in found["rows"]}
-    shown = [("Means", by_arm(found, labels))]
-    if found["axis"] is not None:
-        shown = [(label, by_value(found, label)) for label in labels]
+    arms = list(dict.fromkeys(row["arm"] for row in found["rows"]))
+    if found["axis"] is None:
+        shown = [("Means", by_arm(found, labels))]
+    elif len(arms) == 1:
+        shown = [("Means", by_value(found, {label: (arms[0], label) for label in labels}))]
+    else:
+        shown = [(label, by_value(found, {arm: (arm, label) for arm in arms})) for label in labels]
     text = ""
     for title, rows in shown:
         lines = "".join("| " + " | ".join(row) + " |\n" for row in rows)
@@ -74,12 +78,15 @@ def tables(found: dict[str, Any]) -> str:
     return text
 
 
-def by_value(found: dict[str, Any], label: str) -> list[list[str]]:
+def by_value(found: dict[str, Any], columns: dict[str, tuple[str, str]]) -> list[list[str]]:
+    """A row for each place on the axis; each column is a measure of an arm."""
     places = list(dict.fromkeys(row["place"] for row in found["rows"]))
-    arms = list(dict.fromkeys(row["arm"] for row in found["rows"]))
-    cells = {(row["arm"], row["place"]): row["measures"][label] for row in found["rows"]}
-    rows = [[f"{place:g}", *(cell(cells.get((arm, place))) for arm in arms)] for place in places]
-    return [[found["axis"]["label"], *arms], ["---"] * (1 + len(arms)), *rows]
+    cells = {(row["arm"], row["place"]): row["measures"] for row in found["rows"]}
+    rows = [
+        [f"{place:g}", *(cell(cells.get((arm, place), {}).get(label)) for arm, label in columns.values())]
+        for place in places
+    ]
+    return [[found["axis"]["label"], *columns], ["---"] * (1 + len(columns)), *rows]
 
 
 def by_arm(found: dict[str, Any], labels: list[str]) -> list[list[str]]:

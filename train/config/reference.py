@@ -124,7 +124,7 @@ def _default(field: Node, required: bool, kind: str) -> str:
     if field["default"] is None:
         return ""
     if isinstance(field["default"], dict):
-        return " (its defaults)"  # made of those of its keys, which have a table of their own
+        return " (defaults)"  # made of those of its keys, which have a table of their own
     said = f"`{json.dumps(field['default'])}`"
     return "" if said == kind else f" ({said})"
 
