@@ -23,9 +23,10 @@ HEAD = """# Results on real images
 
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
 
-What private training reaches on CIFAR-10, each table with its command. Means are over runs with their own keys and
-initial weights; ± is their standard deviation. The ε below a table is what all its private runs cost a record together,
-first if their settings were fixed beforehand, then in any case; runs that are not counted are in neither. [Results by
+What private training reaches on CIFAR-10, each table with its command. The 50,000 training images are private unless a
+section says otherwise, and a run's δ is 1e-5. Means are over runs with their own keys and initial weights; ± is their
+standard deviation. The ε below a table is what all its private runs cost a record together, first if their settings
+were fixed beforehand, then in any case; runs that are not counted are in neither. [Results by
 commit](../benchmarks/leaderboard.md).
 """
 
