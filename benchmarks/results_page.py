@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from murmuration.evaluation.study.outcome import sums_in_words  # noqa: E402
+from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon  # noqa: E402
 
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
 LEADERBOARD = ROOT / "benchmarks" / "results" / "leaderboard.json"
@@ -23,8 +23,11 @@ HEAD = """# Results on real images
 
 <!-- written by: python benchmarks/results_page.py > docs/results.md -->
 
-What private training reaches on CIFAR-10, each table with its command. Means are over runs with their own keys and
-initial weights; ± is their standard deviation. [Results by commit](../benchmarks/leaderboard.md).
+What private training reaches on CIFAR-10, each table with its command. The 50,000 training images are private unless a
+section says otherwise, and a run's δ is 1e-5. Means are over runs with their own keys and initial weights; ± is their
+standard deviation. The ε below a table is what all its private runs cost a record together, first if their settings
+were fixed beforehand, then in any case; runs that are not counted are in neither. [Results by
+commit](../benchmarks/leaderboard.md).
 """
 
 
@@ -45,19 +48,30 @@ def section(told: dict[str, Any], name: str) -> str:
 
 {tables(found)}![Plot](../benchmarks/results/studies/{name}.png)
 
-{sums_in_words(found["cost"])}
-{told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
+{cost(found["cost"])} {told["minutes"]:g} minutes on {told["machine"]}, at commit {told["commit"]}.
 
 {told["besides"]}
 """
 
 
+def cost(spent: dict[str, Any]) -> str:
+    fixed, in_any_case = (
+        f"{show_epsilon(spent[f'epsilon_{by}'], 2)} at δ = {show_delta(spent[f'delta_{by}'])}"
+        for by in ("together", "sum")
+    )
+    return f"{spent['runs']} private runs: ε = {fixed}, or {in_any_case}."
+
+
 def tables(found: dict[str, Any]) -> str:
-    """With an axis one table for each measure, without an axis one for all."""
+    """One table, or along an axis with several arms one for each measure."""
     labels, runs = list(found["rows"][0]["measures"]), {row["runs"] for row in found["rows"]}
-    shown = [("Means", by_arm(found, labels))]
-    if found["axis"] is not None:
-        shown = [(label, by_value(found, label)) for label in labels]
+    arms = list(dict.fromkeys(row["arm"] for row in found["rows"]))
+    if found["axis"] is None:
+        shown = [("Means", by_arm(found, labels))]
+    elif len(arms) == 1:
+        shown = [("Means", by_value(found, {label: (arms[0], label) for label in labels}))]
+    else:
+        shown = [(label, by_value(found, {arm: (arm, label) for arm in arms})) for label in labels]
     text = ""
     for title, rows in shown:
         lines = "".join("| " + " | ".join(row) + " |\n" for row in rows)
@@ -65,12 +79,15 @@ def tables(found: dict[str, Any]) -> str:
     return text
 
 
-def by_value(found: dict[str, Any], label: str) -> list[list[str]]:
+def by_value(found: dict[str, Any], columns: dict[str, tuple[str, str]]) -> list[list[str]]:
+    """A row for each place on the axis; each column is a measure of an arm."""
     places = list(dict.fromkeys(row["place"] for row in found["rows"]))
-    arms = list(dict.fromkeys(row["arm"] for row in found["rows"]))
-    cells = {(row["arm"], row["place"]): row["measures"][label] for row in found["rows"]}
-    rows = [[f"{place:g}", *(cell(cells.get((arm, place))) for arm in arms)] for place in places]
-    return [[found["axis"]["label"], *arms], ["---"] * (1 + len(arms)), *rows]
+    cells = {(row["arm"], row["place"]): row["measures"] for row in found["rows"]}
+    rows = [
+        [f"{place:g}", *(cell(cells.get((arm, place), {}).get(label)) for arm, label in columns.values())]
+        for place in places
+    ]
+    return [[found["axis"]["label"], *columns], ["---"] * (1 + len(columns)), *rows]
 
 
 def by_arm(found: dict[str, Any], labels: list[str]) -> list[list[str]]:

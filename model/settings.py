@@ -146,7 +146,7 @@ NAMED_PIXELS: tuple[NamedPixels, ...] = ("imagenet", "half")
 
 
 class ModelSettings(BaseModel):
-    """The `model` section of a config."""
+    """The `model` section of a config. Widths, depths and heads that are null come with `size`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -180,29 +180,17 @@ class ModelSettings(BaseModel):
         default=None,
         gt=0,
         le=MOST_WIDTH,
-        description="Of the encoder, or a ResNet's stem; null: by `size`.",
+        description="Of the encoder, or a ResNet's stem.",
     )
-    depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS, description="Encoder blocks; null: by `size`.")
-    heads: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Encoder attention heads; null: by `size`."
-    )
-    decoder_width: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Of the text decoder; null: by `size`."
-    )
-    decoder_depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Text decoder blocks; null: by `size`."
-    )
-    decoder_heads: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Text decoder attention heads; null: by `size`."
-    )
-    mae_decoder_width: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Of the pixel decoder; null: by `size`."
-    )
-    mae_decoder_depth: int | None = Field(
-        default=None, gt=0, le=MOST_BLOCKS, description="Pixel decoder blocks; null: by `size`."
-    )
+    depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS, description="Encoder blocks.")
+    heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH, description="Encoder attention heads.")
+    decoder_width: int | None = Field(default=None, gt=0, le=MOST_WIDTH, description="Of the text decoder.")
+    decoder_depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS, description="Text decoder blocks.")
+    decoder_heads: int | None = Field(default=None, gt=0, le=MOST_WIDTH, description="Text decoder attention heads.")
+    mae_decoder_width: int | None = Field(default=None, gt=0, le=MOST_WIDTH, description="Of the pixel decoder.")
+    mae_decoder_depth: int | None = Field(default=None, gt=0, le=MOST_BLOCKS, description="Pixel decoder blocks.")
     mae_decoder_heads: int | None = Field(
-        default=None, gt=0, le=MOST_WIDTH, description="Pixel decoder attention heads; null: by `size`."
+        default=None, gt=0, le=MOST_WIDTH, description="Pixel decoder attention heads."
     )
     text_length: int = Field(default=40, ge=2, le=MOST_WIDTH, description="Tokens of a caption or text.")
     vocabulary: int = Field(default=32768, ge=4, le=MOST_WORDS, description="Tokens in the vocabulary.")

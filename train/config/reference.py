@@ -18,8 +18,8 @@ from murmuration.train.config.root import json_schema
 HEADER = """\
 # Config reference
 
-Every key of a config; [config.md](config.md) explains the file. Where no default is given, it is `null`. `> 0` goes
-without saying. Don't edit this page: the schema generates it.
+Every key of a config with its type, default and meaning; [config.md](config.md) explains the file. Where no default is
+given, it is `null`. `> 0` goes without saying. Don't edit this page: the schema generates it.
 
     python -m murmuration.train.config.reference > docs/config-reference.md
     python -m murmuration.train.config.reference --schema > ds_configs/schema.json
@@ -31,7 +31,7 @@ Node = dict[str, Any]
 
 
 class Reference:
-    """One table for each section of the schema, in the order in which a reader of a config meets them."""
+    """One list for each section of the schema, in the order in which a reader of a config meets them."""
 
     def __init__(self, schema: Node) -> None:
         self._schema = schema
@@ -73,12 +73,11 @@ class Reference:
                 told.append(f"`{key}`")
                 continue
             self._told.add(known)
-            meaning = field["description"].replace("|", "\\|")
             kind = self._type(field)
-            rows.append(f"| `{key}` | {kind}{_default(field, key in required, kind)} | {meaning} |")
-        rows += [f"| {', '.join(told)} | | As above. |"] if told else []
+            rows.append(f"- `{key}`: {kind}{_default(field, key in required, kind)}. {field['description']}")
+        rows += [f"- {', '.join(told)}: as above."] if told else []
         about = [" ".join(section["description"].split()), ""] if "description" in section else []
-        return [f"## {title}", "", *about, "| key | type (default) | meaning |", "|---|---|---|", *rows, ""]
+        return [f"## {title}", "", *about, *rows, ""]
 
     def _type(self, field: Node) -> str:
         if "$ref" in field:
@@ -125,7 +124,7 @@ def _default(field: Node, required: bool, kind: str) -> str:
     if field["default"] is None:
         return ""
     if isinstance(field["default"], dict):
-        return " (its defaults)"  # made of those of its keys, which have a table of their own
+        return " (defaults)"  # made of those of its keys, which have a table of their own
     said = f"`{json.dumps(field['default'])}`"
     return "" if said == kind else f" ({said})"
 
