@@ -27,6 +27,16 @@ def test_a_change_of_any_element_is_seen(dtype: torch.dtype, length: int) -> Non
         assert held.checksums({"w": changed}) != before, place
 
 
+@pytest.mark.parametrize("changed", ["a", "b", "c", "d", "e"])
+def test_a_change_is_seen_in_its_own_tensor_among_others(changed: str) -> None:
+    tensors = {name: torch.randn(size) for name, size in {"a": 1, "b": 7, "c": LONG, "d": 300, "e": 1}.items()}
+    tensors["none"] = torch.empty(0)
+    before = held.checksums(tensors)
+    tensors[changed][-1] += 1
+    now = held.checksums(tensors)
+    assert [name for name in before if before[name] != now[name]] == [changed] and before.keys() == now.keys()
+
+
 def test_a_change_of_places_is_seen() -> None:
     plain = torch.randn(LONG, generator=torch.Generator().manual_seed(0))
     before, stretch = held.checksums({"w": plain}), held.ON_HOST
@@ -37,3 +47,5 @@ def test_a_change_of_places_is_seen() -> None:
         changed = plain.clone()
         swapped(changed, one, other)
         assert held.checksums({"w": changed}) != before, (one, other)
+    few = plain[:9]
+    assert held.checksums({"w": few.flip(0)}) != held.checksums({"w": few})

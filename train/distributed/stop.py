@@ -79,8 +79,9 @@ class StopRequest:
             self.reason = f"the file {self._stop_file.name}"
         if self.reason is None and time.monotonic() >= self._deadline:
             self.reason = "run.stop_after_minutes"
-        if self.reason is None and _ancestors() != self._parents:
-            # A launcher that dies leaves its ranks behind; training on unseen, they would keep the folder locked.
+        # A launcher that dies leaves its ranks behind; training on unseen, they would keep the folder locked. Without a
+        # launcher there is nothing to read.
+        if self.reason is None and any(self._parents) and _ancestors() != self._parents:
             self.reason = "the launcher's death"
         return self.reason
 

@@ -333,7 +333,7 @@ class PrivateTraining:
 class Unchanged:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._held, self._modes = model, Held.by(model), modes_of(model)
-        self._kept = kept_of_records()
+        self._kept = set[int]()
         """Tensors of records that other parts of the program hold, which are none of this model's."""
         self._proved = False
 

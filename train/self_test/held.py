@@ -24,6 +24,8 @@ from murmuration.train.engines.base import digest_of
 ON_HOST, ON_DEVICE = 1 << 18, 1 << 25
 PLACES = torch.arange(1, 2 * ON_HOST, 2, dtype=torch.int32, device="cpu")
 """Made once, since fresh memory for them takes as long as the sums."""
+WORDS = range(4, 1 << 16, 4)
+"""Bytes of a small tensor, whole words."""
 # Attributes in which engines that shard a model keep their books; those of every module are PyTorch's own.
 OF_ENGINES = (
     "ds_", "_ds_", "applied_pre_backward", "_external_params", "_original_parameters", "pre_bwd_fn", "post_bwd_fn",
@@ -72,20 +74,32 @@ class Held:
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Two sums of each tensor's bits, the second weighted by place. They are computed where the tensors are, and
     fetched together."""
-    if not tensors:
-        return {}
-    sums = [_checksum(tensor.detach()) for tensor in tensors.values()]
-    device = sums[0].device
-    fetched = torch.stack([each.to(device) for each in sums]).tolist()
-    return {name: (*tensor.shape, *found) for (name, tensor), found in zip(tensors.items(), fetched, strict=True)}
+    bits = {name: tensor.detach().contiguous().flatten().view(torch.uint8) for name, tensor in tensors.items()}
+    small = [name for name, own in bits.items() if own.device.type == "cpu" and len(own) in WORDS]
+    sums = dict(zip(small, _together([bits.pop(name) for name in small]), strict=True))
+    if bits:
+        large = [_checksum(own) for own in bits.values()]
+        device = large[0].device
+        sums |= dict(zip(bits, torch.stack([each.to(device) for each in large]).tolist(), strict=True))
+    return {name: (*tensor.shape, *sums[name]) for name, tensor in tensors.items()}
+
+
+def _together(each: list[Tensor]) -> list[list[int]]:
+    """Of several small tensors, side by side: one by one, starting the operations takes longer than they do."""
+    if not each:
+        return []
+    lengths = [len(bits) // 4 for bits in each]
+    starts = np.cumsum([0, *lengths[:-1]])
+    words, places = torch.cat(each).view(torch.int32).numpy(), PLACES.numpy()
+    weighted = words * np.concatenate([places[:length] for length in lengths])  # wraps, as below
+    return np.stack([np.add.reduceat(part, starts, dtype=np.int64) for part in (words, weighted)], 1).tolist()
 
 
 @torch.no_grad()
-def _checksum(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().flatten().view(torch.uint8)
+def _checksum(flat: Tensor) -> Tensor:
     whole = len(flat) // 4 * 4
-    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    on_host = tensor.device.type == "cpu"
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    on_host = flat.device.type == "cpu"
     stretch = ON_HOST if on_host else ON_DEVICE
     for words in (flat[:whole].view(torch.int32), flat[whole:].int()):
         for start in range(0, len(words), stretch):
@@ -94,7 +108,7 @@ def _checksum(tensor: Tensor) -> Tensor:
             places = (
                 PLACES[: len(part)]
                 if on_host
-                else torch.arange(1, 2 * len(part), 2, dtype=torch.int32, device=tensor.device)
+                else torch.arange(1, 2 * len(part), 2, dtype=torch.int32, device=flat.device)
             )
             total = 3 * total + torch.stack([part.sum(), (part * places).sum()])
     return total
