@@ -63,9 +63,9 @@ class ReadFailsError(RunError, ValueError):
 
 
 class FunctionReader:
-    """A `Reader` for a `Loader`. A `read` that is no table is called for one record at a time, by one thread at a time, and what it draws
-    from the generators of Python, NumPy and PyTorch is seeded by `key`, step and record. With one stream for all
-    records, one that is there or not would decide how all later ones are cropped and flipped.
+    """A `Reader` for a `Loader`. A `read` that is no table is called for one record at a time, by one thread at a time,
+    and what it draws from the generators of Python, NumPy and PyTorch is seeded by `key`, step and record. With one
+    stream for all records, one that is there or not would decide how all later ones are cropped and flipped.
 
     A record for which it raises anything, or returns something else than `like` has (names, shapes, types that can be
     converted), is absent; n does not change. That a record ended a run would tell of it, and every start would draw it

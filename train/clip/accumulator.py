@@ -17,8 +17,8 @@ from torch import Tensor
 
 from murmuration.train.clip.norms import TOLERANCE, Squares, measure, measure_affine, squared
 from murmuration.train.clip.per_record import (
-    ChannelsLast,
     CHUNK,
+    ChannelsLast,
     ClipWeights,
     Dense,
     OuterProduct,
@@ -246,9 +246,8 @@ class NormAccumulator:
         # A factor of 0 leaves out any finite record. Where one is not finite, 0·inf would be NaN in every sum, so both
         # operands are masked as well.
         touch = None if self._finite else keep
-        weights = [
-            ClipWeights(own if self._keeps_all else torch.where(keep, own, 0.0), touch, self._rounded) for own in factors
-        ]
+        chosen = factors if self._keeps_all else torch.where(keep, factors, 0.0)
+        weights = [ClipWeights(own, touch, self._rounded) for own in chosen]
         if apart is not None:
             for name in self._pieces:
                 for part, written in self._written(name, apart):
