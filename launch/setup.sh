@@ -16,7 +16,7 @@ command -v make >/dev/null || need make make make
 command -v git >/dev/null || need git git git
 [ -z "$missing" ] || { echo "error: this machine lacks$missing" >&2; exit 2; }
 
-echo "Setting up .venv: about 5 GB on disk, most of it PyTorch with its GPU libraries."
+echo "Setting up .venv: about 6 GB on disk, most of it PyTorch with its GPU libraries."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 # A file that is not one of the tested ones is refused. Of pip, constraints do not ask for hashes, so it gets a list.
 sed -n '/^uv==/,/[^\\]$/p' constraints.txt > .venv/uv.txt

@@ -25,6 +25,8 @@ COMMANDS = {
 
 
 def main() -> int:
+    # `deepspeed --module murmuration train ...` starts `python -m murmuration --local_rank=0 train ...`.
+    launched = [sys.argv.pop(1)] if sys.argv[1:2] and sys.argv[1].startswith("--local_rank=") else []
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -34,7 +36,7 @@ def main() -> int:
     if name not in COMMANDS:
         print(f"murmuration: no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    sys.argv[:2] = [f"murmuration {name}"]
+    sys.argv[:2] = [f"murmuration {name}", *launched]
     return import_module(COMMANDS[name][0]).main()
 
 

@@ -99,6 +99,21 @@ def test_slurm_examines_its_nodes_and_trains_nothing(tmp_path: Path, launch: Mak
     assert not run_dir.exists() and not (tmp_path / "scontrol").exists()
 
 
+@pytest.mark.slow
+def test_deepspeed_starts_the_command_of_the_package(tmp_path: Path, launch: Make) -> None:
+    """It puts --local_rank before the command."""
+    job, run_dir = launch("module", toy)
+    where = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()), "--module", "murmuration"]
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    for command in ("doctor", "train"):
+        done = subprocess.run(
+            [*where, command, "--config", str(job.config)], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert command == "train" or "2 on 1 host" in done.stdout
+    assert whole(run_dir)
+
+
 ENDING = """#!/bin/sh
 # Stands for a launcher: the run that it starts writes its state or none, and ends.
 [ ! -f {folder}/state ] || cp {folder}/state {folder}/run/run_state.json

@@ -77,6 +77,15 @@ def test_records_that_cannot_be_read_are_named(
     assert str(config) in said
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container without a folder of the user's own."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (disk,) = doctor.disk()
+    assert disk.verdict == "warn" and f"{Path.cwd()} cannot be written to" in disk.told and not [*doctor.clock()]
+    for told in on_ranks(2, lambda ranks: [*doctor_ranks._folder(ranks)]):
+        assert not told
+
+
 def test_ranks_of_a_launcher_are_examined_together(config: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "launch" / "doctor.py"), "--config", str(config)]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from murmuration.__main__ import COMMANDS as EVERY
+from murmuration.__main__ import main
 from murmuration.data.index.folders import build_folder
 from murmuration.launch import init, prepare
 from murmuration.train.commands import doctor, export, forecast, retire, train
@@ -177,6 +178,17 @@ def test_none_of_them_waits_for_pytorch(tmp_path: Path) -> None:
         [sys.executable, "-c", ALL], input=asked, cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["train --config no", "audit --config no", "doctor --config no", "evaluate compare no"]
+)
+def test_the_number_that_deepspeed_gives_each_process_may_stand_before_the_command(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["murmuration", "--local_rank=1", *words.split()])
+    assert main() == 2
+    assert capsys.readouterr().err.startswith(("error: there is no config file no", "error: no cannot be read"))
 
 
 @pytest.mark.parametrize("command", EVERY)

@@ -49,6 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, help="also open the records of this config")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the config")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it to each process
     return parser.parse_args(argv)
 
 
@@ -140,14 +141,23 @@ def shared_memory() -> Iterator[Finding]:
 def disk() -> Iterator[Finding]:
     free = shutil.disk_usage(Path.cwd()).free / 2**30
     told = f"{free:.0f} GiB free in {Path.cwd()}"
-    if free < LEAST_FREE:
+    if not writable():
+        told = f"{Path.cwd()} cannot be written to; start in a folder of your own, or set run.dir elsewhere"
+        yield Finding(WARN, "disk", told)
+    elif free < LEAST_FREE:
         yield Finding(WARN, "disk", f"{told}; large models need more for their checkpoints: set run.dir elsewhere")
     else:
         yield Finding(OK, "disk", told)
 
 
+def writable() -> bool:
+    return os.access(Path.cwd(), os.W_OK)
+
+
 def clock() -> Iterator[Finding]:
     """A checkpoint's age and a lock's are told by times of files, which a server may set."""
+    if not writable():
+        return  # `disk` says so
     with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
         skew = abs(os.fstat(file.fileno()).st_mtime - time.time())
     if skew > MOST_SKEW:

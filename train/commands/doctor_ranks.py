@@ -117,6 +117,8 @@ def _code() -> str:
 def _folder(ranks: Ranks) -> Iterator[Finding]:
     """The run directory must be one for all ranks."""
     here = Path.cwd()
+    if not all(ranks.gather(os.access(here, os.W_OK))):
+        return  # doctor's `disk` says so
     with tempfile.TemporaryDirectory(dir=here, prefix=".doctor-") as own:
         names = ranks.gather(own)
         blind = [who for who, sees in ranks.gather((_who(ranks.rank), Path(names[0]).exists())) if not sees]
