@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from murmuration.accounting.errors import InputError, RunError
+from murmuration.data.batch.reading_processes import MOST, ReadingProcesses, Take, Told
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
@@ -63,9 +64,10 @@ class ReadFailsError(RunError, ValueError):
 
 
 class FunctionReader:
-    """A `Reader` for a `Loader`. A `read` that is no table is called for one record at a time, by one thread at a time,
-    and what it draws from the generators of Python, NumPy and PyTorch is seeded by `key`, step and record. With one
-    stream for all records, one that is there or not would decide how all later ones are cropped and flipped.
+    """A `Reader` for a `Loader`. A `read` that is no table is called for one record at a time, by one thread at a time
+    or by each of `workers` processes, and what it draws from the generators of Python, NumPy and PyTorch is seeded by
+    `key`, step and record. With one stream for all records, one that is there or not would decide how all later ones
+    are cropped and flipped.
 
     A record for which it raises anything, or returns something else than `like` has (names, shapes, types that can be
     converted), is absent; n does not change. That a record ended a run would tell of it, and every start would draw it
@@ -73,15 +75,18 @@ class FunctionReader:
     that were drawn are those of units, of which at most `rows.records` records are read in a step.
     """
 
-    in_flight = 1
-
     def __init__(
-        self, read: Read, like: Mapping[str, Tensor], rows: SlotRows | None = None, key: bytes | StepKey = b""
+        self, read: Read, like: Mapping[str, Tensor], rows: SlotRows | None = None, key: bytes | StepKey = b"",
+        workers: int = 0,
     ) -> None:  # fmt: skip
         self._read, self._slots, self._key = read, rows or SlotRows(), by_step(key)
         self._empty = {name: torch.zeros_like(tensor[:1]) for name, tensor in like.items()}
         at_once = isinstance(read, Table) and read.is_like(self._empty)
         self._table = read if at_once else None
+        self._processes: ReadingProcesses | None = None
+        if workers and self._table is None:
+            self._processes = ReadingProcesses(self._read_each, self._empty, self._slots.views, workers)
+        self.in_flight = 1 if self._processes is None else MOST * workers
         self.bad_reasons: dict[int, str] = {}
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:
@@ -90,38 +95,52 @@ class FunctionReader:
         usable = np.zeros(wanted.shape, dtype=bool)
         count = len(ids_row) * rows
         inputs = {name: tensor.repeat(count, *[1] * (tensor.dim() - 1)) for name, tensor in self._empty.items()}
-        shares = np.zeros(count, dtype=np.float32)  # one element at a time, NumPy is faster
+        shares = np.zeros(count, dtype=np.float32)
         bad: dict[int, str] = {}
         taken = np.nonzero(wanted != EMPTY)
+        first = taken[0] * rows + taken[1] * views
         if self._table is not None:
-            where = taken[0] * rows + taken[1]
             for name, found in self._table(wanted[taken]).items():
-                inputs[name].index_copy_(0, torch.from_numpy(where), found)
-            usable[taken], shares[where] = True, 1
+                inputs[name].index_copy_(0, torch.from_numpy(first), found)
+            usable[taken], shares[first] = True, 1
         else:
-            key = self._key(step)
             # As Python's own numbers, which are several times as fast one by one.
-            each = zip(*(part.tolist() for part in (*taken, wanted[taken])), strict=True)
-            with _one_at_a_time, _generators_as_before():
-                for slot, place, record in each:
-                    _seed(key, step, record)
-                    try:
-                        found = self._one(record)
-                    except BadRecord as error:
-                        bad[record] = str(error)
-                        continue
-                    first = slot * rows + place * views
-                    filled = next(iter(found.values())).shape[0]
-                    for name, tensor in found.items():  # at once: the function may use its memory again
-                        inputs[name].narrow(0, first, filled).copy_(tensor)
-                    if rows > 1:
-                        shares[first : first + filled] = 1 / filled
-                    usable[slot, place] = True
+            records, places, firsts = wanted[taken].tolist(), list(zip(*taken, strict=True)), first.tolist()
+
+            def take(place: int, found: Mapping[str, Tensor]) -> None:
+                for name, tensor in found.items():  # at once: the function may use its memory again
+                    inputs[name].narrow(0, firsts[place], len(tensor)).copy_(tensor)
+
+            for place, told in enumerate(self._read_all(records, self._key(step), step, take)):
+                if isinstance(told, str):
+                    bad[records[place]] = told
+                else:
+                    shares[firsts[place] : firsts[place] + told] = 1 / told
+                    usable[places[place]] = True
         if self._slots.reduce == "mean":
             shares /= np.maximum(usable.sum(1), 1).repeat(rows)
         if rows > 1:
             inputs[ROW_SHARE] = torch.from_numpy(shares)
         return Fetched(MicroBatch(inputs, torch.from_numpy(usable.any(1))), bad)
+
+    def _read_all(self, records: list[int], key: bytes, step: int, take: Take) -> Told:
+        if self._processes is not None:
+            return self._processes.read(records, key, step, take)
+        with _one_at_a_time, _generators_as_before():
+            return self._read_each(records, key, step, take)
+
+    def _read_each(self, records: Sequence[int], key: bytes, step: int, take: Take) -> Told:
+        told: Told = []
+        for place, record in enumerate(records):
+            _seed(key, step, record)
+            try:
+                found = self._one(record)
+            except BadRecord as error:
+                told.append(str(error))
+                continue
+            take(place, found)
+            told.append(len(next(iter(found.values()))))
+        return told
 
     def _one(self, record: int) -> dict[str, Tensor]:
         try:
@@ -174,7 +193,8 @@ class FunctionReader:
             self.bad_reasons.setdefault(record, reason)
 
     def close(self) -> None:
-        """Nothing to close."""
+        if self._processes is not None:
+            self._processes.close()
 
 
 @contextmanager

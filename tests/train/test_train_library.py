@@ -399,6 +399,7 @@ def test_a_debug_run_says_so_before_it_prints_an_epsilon(tmp_path: Path, capsys:
         ({"steps": None}, "either steps or epochs"),
         ({"epochs": 2}, "either steps or epochs"),
         ({"steps": 0}, "steps must be a whole number from 1 up"),
+        ({"workers": -1}, "workers must be a whole number from 0 up"),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"steps": None, "epochs": 0}, "epochs must be a finite number above 0"),
         ({"steps": None, "epochs": math.nan}, "epochs must be a finite number above 0"),

@@ -26,6 +26,7 @@ from tests.support.own_module import (
     Y,
     first_step_by_hand,
     own,
+    random_net,
     read,
     run,
     synthetic,
@@ -170,6 +171,27 @@ def test_what_items_draw_is_that_of_the_run_and_of_no_other_record(tmp_path: Pat
     assert len(here.keys() & other.keys()) > 2 and all(here[at] != other[at] for at in here.keys() & other.keys())
     gone = min(here)
     assert drawn("without", SEED, frozenset({gone})) == {at: value for at, value in here.items() if at != gone}
+
+
+def fixed() -> nn.Module:
+    torch.manual_seed(5)
+    return random_net()
+
+
+def test_a_run_with_processes_that_read_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    def trained(name: str, workers: list[int]) -> dict[str, Tensor]:
+        for count in workers:
+            with own(tmp_path / name, fixed, reader=Jittered(frozenset({3, 5})), debug_seed=SEED, steps=4, workers=count,
+                     checkpoint_every=1) as found:  # fmt: skip
+                for _ in found:
+                    if count != workers[-1] and found.done == 2:
+                        break
+                weights = found.weights()
+        return weights
+
+    alone = trained("alone", [0])
+    for name, workers in (("two", [2]), ("changed", [0, 3])):
+        assert all(torch.equal(tensor, alone[each]) for each, tensor in trained(name, workers).items())
 
 
 def test_a_dataset_is_asked_once_for_each_view(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ class OwnRecords:
         except ValueError as error:
             raise PlanError(f"units: {error}") from None
 
-    def reader(self, key: bytes | StepKey) -> FunctionReader:
+    def reader(self, key: bytes | StepKey, workers: int = 0) -> FunctionReader:
         """`key` decides which records of a large unit take part in a step, and what random transforms draw."""
         slots = SlotRows(views=self.views)
         if self.units is not None:
             slots = SlotRows(self.table, self.units.rows, self.units.reduce, self.views, key)
-        return FunctionReader(self.read, self.synthetic.make(1, 0), slots, key)
+        return FunctionReader(self.read, self.synthetic.make(1, 0), slots, key, workers)

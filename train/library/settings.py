@@ -41,6 +41,9 @@ class Settings:
     """Give one of steps and epochs."""
     micro_batch: int | Literal["auto"] = "auto"
     """Records that a rank computes at a time."""
+    workers: int = 0
+    """Processes of each rank that read records, forked as a DataLoader's are; 0: a thread reads them. What a record
+    draws depends on its number and step alone, so that a resumed run may change this."""
     engine: EngineName = "local"
     zero: ZeroOptimization = field(default_factory=ZeroOptimization)
     shard_over: int | None = None
@@ -75,6 +78,8 @@ class Settings:
         for name, value in least.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise PlanError(f"{name} must be a whole number from 1 up, but is {value!r}")
+        if not isinstance(self.workers, int) or self.workers < 0:
+            raise PlanError(f"workers must be a whole number from 0 up, but is {self.workers!r}")
         if self.epochs is not None and not (math.isfinite(self.epochs) and self.epochs > 0):
             raise PlanError(f"epochs must be a finite number above 0, but is {self.epochs}")
         if not self.dataset.strip():

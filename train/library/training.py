@@ -178,7 +178,8 @@ class PrivateTraining:
         if self._own.loaded is not None:
             self._own.loaded.restore_optimizer(phase.engine)
         self._unchanged.proved()
-        self._reader = reader = self._records.reader(self._own.read_key)
+        self._reader = reader = self._records.reader(self._own.read_key, self.settings.workers)
+        self._at_end.callback(reader.close)
         self.ranks.on_main(lambda: self._try_first(reader))
         if isinstance(phase.clip, BookKeepingClip):  # in a recipe, what a decoder has passed can be computed
             phase.clip.leaves_out = True
