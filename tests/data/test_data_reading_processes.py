@@ -129,7 +129,7 @@ ORPHANS = """
 import os, sys, time
 import numpy as np, torch
 from murmuration.data.batch.function_reader import FunctionReader
-reader = FunctionReader(lambda n: {"y": torch.tensor([os.getpid()])}, {"y": torch.zeros(1, dtype=torch.int64)}, workers=2)
+reader = FunctionReader(lambda number: {"y": torch.zeros(1)}, {"y": torch.zeros(1)}, workers=2)
 print(*[each._number for each in reader._processes._all], flush=True)
 time.sleep(600)
 """

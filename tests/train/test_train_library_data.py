@@ -181,8 +181,8 @@ def fixed() -> nn.Module:
 def test_a_run_with_processes_that_read_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     def trained(name: str, workers: list[int]) -> dict[str, Tensor]:
         for count in workers:
-            with own(tmp_path / name, fixed, reader=Jittered(frozenset({3, 5})), debug_seed=SEED, steps=4, workers=count,
-                     checkpoint_every=1) as found:  # fmt: skip
+            data = Jittered(frozenset({3, 5}))
+            with own(tmp_path / name, fixed, reader=data, debug_seed=SEED, steps=4, workers=count) as found:
                 for _ in found:
                     if count != workers[-1] and found.done == 2:
                         break
