@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,8 +171,11 @@ class FunctionReader:
         """Before anything is charged: a few records (or units), spread over all. Refuses a function that fails for
         every one; nothing is said of a single one."""
         tried = np.unique(np.linspace(0, records - 1, FIRST).astype(np.int64))
-        slots = replace(self._slots, key=bytes(32))  # which records of a unit is no secret, and no step's key is used
-        found = FunctionReader(self._read, self._empty, slots).fetch(tried, 0)
+        trial = copy(self)  # with its processes, in which much fails that succeeds here
+        # Which records of a unit is no secret, and no step's key is used.
+        trial._slots = slots = replace(self._slots, key=bytes(32))
+        trial._key = by_step(b"")
+        found = trial.fetch(tried, 0)
         if len(tried) > 1 and not found.batch.present.any():
             reasons = set(found.bad.values())
             if len(reasons) == 1 and not (form := reasons.pop()).startswith(FAILED):  # what a record holds is not told
@@ -184,6 +188,7 @@ class FunctionReader:
                 f"read() failed for all of {len(tried)} records that were tried, so it is no single record's fault; "
                 f"call read(np.array([{one}])) to see why: it must return tensors named {sorted(self._empty)} with one "
                 "row, as the synthetic records have"
+                + ("; forked processes read here, which cannot use a GPU: try workers=0" if self._processes else "")
             )
         return found.batch
 

@@ -112,7 +112,10 @@ class _Process:
     def _ended(self) -> int:
         with self._ending:
             if self._exit is None:
-                self._exit = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
+                try:
+                    self._exit = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
+                except ChildProcessError:  # the program waits for all of its processes
+                    self._exit = 255
             return self._exit
 
 

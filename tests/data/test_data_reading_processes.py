@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from murmuration.accounting.errors import RunError
-from murmuration.data.batch.function_reader import FunctionReader
+from murmuration.data.batch.function_reader import FunctionReader, ReadFailsError
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY
 from murmuration.data.index.unit_table import UnitTable
@@ -115,6 +115,20 @@ def test_the_death_of_a_process_stops_the_run_in_a_sentence_that_names_no_record
     assert "37" not in str(caught.value) + "".join(capfd.readouterr()) and ended(reader)
 
 
+def test_what_fails_in_all_processes_alone_is_found_before_a_run() -> None:
+    here = os.getpid()
+
+    def as_cuda(number: np.ndarray) -> dict[str, Tensor]:
+        if os.getpid() != here:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return {"y": torch.zeros(1, dtype=torch.int64)}
+
+    reader = FunctionReader(as_cuda, {"y": torch.zeros(1, dtype=torch.int64)}, key=KEY, workers=1)
+    with pytest.raises(ReadFailsError, match=r"all of 8 records .* try workers=0"):
+        reader.try_first(100)
+    reader.close()
+
+
 def test_what_a_scheduler_sends_to_the_whole_job_ends_no_process() -> None:
     reader = FunctionReader(one_row, LIKE, key=KEY, workers=1)
     assert reader._processes is not None
@@ -128,7 +142,7 @@ def test_what_a_scheduler_sends_to_the_whole_job_ends_no_process() -> None:
 ORPHANS = """
 import os, sys, time
 import numpy as np, torch
-from murmuration.data.batch.function_reader import FunctionReader
+from murmuration.data.batch.function_reader import FunctionReader, ReadFailsError
 reader = FunctionReader(lambda number: {"y": torch.zeros(1)}, {"y": torch.zeros(1)}, workers=2)
 print(*[each._number for each in reader._processes._all], flush=True)
 time.sleep(600)
