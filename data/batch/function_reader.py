@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from murmuration.accounting.errors import InputError, RunError
@@ -30,6 +30,11 @@ of the record's views."""
 FIRST = 8
 """How many records are tried before a run begins. If all of them fail, it is the function that is wrong."""
 FAILED = "read() failed"
+COPIED = frozenset({
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+})  # fmt: skip
+"""Types of which PyTorch copies several rows at once."""
 _one_at_a_time = threading.Lock()
 """Of all readers, since a process has one generator of each kind."""
 
@@ -45,10 +50,13 @@ class Table:
 
     @staticmethod
     def of(data: Any) -> Table | None:
-        if type(data) is TensorDataset:  # a subclass may return anything
+        """None where reading one by one may give something else, or fail for some records alone."""
+        # A subclass may return anything.
+        if type(data) is TensorDataset and all(map(_is_plain, data.tensors)) and len(data):
             return Table({str(place): each for place, each in enumerate(data.tensors)}, torch.arange(len(data)))
         if type(data) is Subset and (whole := Table.of(data.dataset)) is not None:
-            return Table(whole.columns, whole.places[torch.as_tensor(data.indices)])
+            places = _places(data.indices, len(whole.places))
+            return None if places is None else Table(whole.columns, whole.places[places])
         return None
 
     def is_like(self, rows: Mapping[str, Tensor]) -> bool:
@@ -57,7 +65,29 @@ class Table:
 
     def __call__(self, numbers: np.ndarray) -> dict[str, Tensor]:
         places = self.places[torch.from_numpy(numbers)]
-        return {name: column.detach().index_select(0, places) for name, column in self.columns.items()}
+        return {
+            name: column.detach().index_select(0, places.to(column.device)) for name, column in self.columns.items()
+        }
+
+
+def _is_plain(column: Tensor) -> bool:
+    return (
+        type(column) in (Tensor, nn.Parameter)
+        and column.layout is torch.strided and not column.is_nested and column.dtype in COPIED
+    )  # fmt: skip
+
+
+def _places(indices: Any, count: int) -> Tensor | None:
+    """None unless each is a whole number that names one of so many rows."""
+    if type(indices) not in (list, tuple, range, np.ndarray, Tensor):
+        return None
+    try:
+        found = np.asarray(indices)
+    except Exception:  # one by one, they fail for their own records
+        return None
+    if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < -count or found.max() >= count:
+        return None
+    return torch.from_numpy(found.astype(np.int64))
 
 
 class ReadFailsError(RunError, ValueError):
@@ -161,6 +191,8 @@ class FunctionReader:
             wanted = (count, *like.shape[1:])
             if rows.shape != wanted:
                 raise BadRecord(f"{name} has shape {list(rows.shape)}, not {list(wanted)}")
+            if rows.layout is not like.layout:
+                raise BadRecord(f"{name} has the layout {rows.layout}, not {like.layout}")
             if rows.dtype is not like.dtype and not torch.can_cast(rows.dtype, like.dtype):
                 raise BadRecord(f"{name} has type {rows.dtype}, which {like.dtype} cannot hold")
             if rows.requires_grad or rows.dtype is not like.dtype or rows.device != like.device:

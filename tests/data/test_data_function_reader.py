@@ -242,3 +242,64 @@ def test_a_trained_tensor_in_a_dataset_gets_no_gradient() -> None:
     read, _ = as_read(TensorDataset(torch.ones(3, 2, requires_grad=True)), None)
     found = FunctionReader(read, {"0": torch.zeros(1, 2)}).fetch(np.array([1]), 1)
     assert not found.batch.inputs["0"].requires_grad
+
+
+class Plain(TensorDataset):
+    """Read one by one, as a subclass."""
+
+
+ROWS = {
+    "outside": [0, 9, 1],
+    "far outside": [0, 2**70, 1],
+    "none": [None, 1, 2],
+    "of many": [[0], [1, 2], 3],
+    "a mask": torch.tensor([True, False, True]),
+    "short words": np.array([3, 0, 1], np.uint8),
+    "two dimensions": [[0], [1], [2]],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_of_which_one_is_missing_are_read_one_by_one(rows: str, nested: bool) -> None:
+    whole, part = _in_memory(), Subset[Any]
+    data = part(whole, ROWS[rows])
+    data = part(data, [0, 1, 2]) if nested else data
+    slow = part(Plain(*whole.tensors), ROWS[rows])
+    like, ids = {"0": torch.zeros(1, 2), "1": torch.zeros(1)}, np.array([0, EMPTY, 1, 2])
+    found = FunctionReader(as_read(data, None)[0], like).fetch(ids, 1)
+    one_by_one = FunctionReader(as_read(slow, None)[0], like).fetch(ids, 1)
+    assert found.bad.keys() == one_by_one.bad.keys()
+    assert torch.equal(found.batch.present, one_by_one.batch.present)
+    torch.testing.assert_close(found.batch.inputs, one_by_one.batch.inputs)
+
+
+class Doubled(Tensor):
+    def __getitem__(self, index: Any) -> Any:
+        return 2 * super().__getitem__(index)
+
+
+ODD = {
+    "16 bits": lambda x: x.to(torch.uint16),
+    "8 bits": lambda x: x.to(torch.float8_e4m3fn),
+    "sparse": lambda x: x.to_sparse(1),
+    "a subclass": lambda x: x.as_subclass(Doubled),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_columns_that_are_no_plain_tensors_are_read_one_by_one(kind: str) -> None:
+    column = ODD[kind](torch.arange(1.0, 19.0).view(9, 2))
+    like = {"0": torch.zeros(1, 2, dtype=column.dtype)}
+    found = FunctionReader(as_read(TensorDataset(column), None)[0], like).fetch(np.array([8, EMPTY, 0]), 1)
+    wanted = torch.stack([column[8], torch.zeros(2).to(column.dtype), column[0]])
+    assert found.bad == {} and torch.equal(found.batch.inputs["0"].float(), wanted.float())
+
+
+def test_a_sparse_row_is_a_bad_record() -> None:
+    def read(number: np.ndarray) -> dict[str, Tensor]:
+        row = torch.ones(1, 2)
+        return {"x": row.to_sparse() if number[0] == 1 else row}
+
+    found = FunctionReader(read, {"x": torch.zeros(1, 2)}).fetch(np.array([0, 1]), 1)
+    assert found.bad.keys() == {1} and found.batch.present.tolist() == [True, False]

@@ -286,3 +286,18 @@ def test_weights_that_are_exchanged_before_the_proof_are_noticed(tmp_path: Path)
             found.model.layer.weight.add_(1)
         with pytest.raises(SelfTestError, match=r"layer.weight changed since the training was opened"):
             found.prove()
+
+
+def test_what_another_model_holds_keeps_nobody_from_saving_before_the_proof(tmp_path: Path) -> None:
+    held = list[Tensor]()
+
+    class Keeps(Net):
+        def forward(self, inputs: Any) -> Tensor:
+            held.append(inputs["x"])
+            return super().forward(inputs)
+
+    with training(tmp_path / "first", Keeps()) as first, pytest.raises(SelfTestError, match="still holds tensors"):
+        first.prove()
+    with training(tmp_path / "second") as second:
+        second.save()
+    assert held

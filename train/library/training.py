@@ -334,8 +334,9 @@ class PrivateTraining:
 class Unchanged:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._held, self._modes = model, Held.by(model), modes_of(model)
-        self._kept = set[int]()
-        """Tensors of records that other parts of the program hold, which are none of this model's."""
+        self._kept: set[int] | None = None
+        """Tensors of records that other parts of the program hold, which are none of this model's. None before the
+        proof, when it has been given no record."""
         self._proved = False
 
     def before_proof(self) -> None:
@@ -347,6 +348,7 @@ class Unchanged:
             )
 
     def proved(self) -> None:
+        assert self._kept is not None, "what was held before the proof is known after it"
         if kept := kept_of_records() - self._kept:
             held = "a record's"
             where = next((name for name, words in attributes_of(self._model).items() if held in words), "something")
@@ -383,5 +385,5 @@ class Unchanged:
 
     def before_save(self) -> None:
         self.require()
-        if kept := kept_of_records() - self._kept:
+        if self._kept is not None and (kept := kept_of_records() - self._kept):
             raise LedgerError(f"{len(kept)} tensors of records are still held somewhere; let forward() keep nothing")
