@@ -303,3 +303,23 @@ def test_a_sparse_row_is_a_bad_record() -> None:
 
     found = FunctionReader(read, {"x": torch.zeros(1, 2)}).fetch(np.array([0, 1]), 1)
     assert found.bad.keys() == {1} and found.batch.present.tolist() == [True, False]
+
+
+class Uncopied(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            raise TypeError("is not copied")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_cannot_be_copied_is_that_records_fault(workers: int) -> None:
+    def odd(number: np.ndarray) -> dict[str, Tensor]:
+        rows = torch.ones(1, 2)
+        return {"x": rows.as_subclass(Uncopied) if number[0] == 5 else rows, "y": torch.ones(1)}
+
+    reader = FunctionReader(odd, LIKE, workers=workers)
+    found = reader.fetch(np.array([4, 5, 6]), 1)
+    reader.close()
+    assert found.batch.present.tolist() == [True, False, True] and found.bad.keys() == {5}
