@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from murmuration.model.named import LIBRARIES, Library, Named, NamedError, completed, reads_texts, sees_and_writes
 from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
@@ -143,6 +143,19 @@ class PixelSettings(BaseModel):
 
 NamedPixels = Literal["imagenet", "half"]
 NAMED_PIXELS: tuple[NamedPixels, ...] = ("imagenet", "half")
+
+
+def read_pixels(text: str) -> NamedPixels | PixelSettings:
+    """What --pixels says."""
+    for name in NAMED_PIXELS:
+        if name == text:
+            return name
+    try:
+        return PixelSettings.model_validate_json(text)
+    except ValidationError:
+        raise SettingsError(
+            f'--pixels {text}: write imagenet, half, or {{"mean": [r, g, b], "std": [r, g, b]}} with deviations above 0'
+        ) from None
 
 
 class ModelSettings(BaseModel):
