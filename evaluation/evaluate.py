@@ -54,8 +54,9 @@ def _run(request: Request, sharing: Sharing, device: torch.device) -> str:
     (arguments.out / STATE).unlink(missing_ok=True)
     result = outcome.result
     # The console is a public sink.
-    lines = [] if result.private else [f"{name}: {shown(number)}" for name, number in result.numbers.items()]
-    return "\n".join([*lines, statement(result), str(arguments.out / RESULT), str(arguments.out / PAGE)])
+    told = [f"{name}: {shown(number)}" for name, number in result.numbers.items()] if not result.private else []
+    notes = [f"note: {note}" for note in result.notes] if not result.private else []
+    return "\n".join([*told, statement(result), *notes, str(arguments.out / RESULT), str(arguments.out / PAGE)])
 
 
 def _opened(request: Request, classes: ClassList | None, first: bool) -> dict[str, RecordIndex]:

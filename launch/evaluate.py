@@ -151,21 +151,12 @@ def _checked(arguments: argparse.Namespace) -> Request:
 
 
 def _pixels_of(text: str | None) -> NamedPixels | PixelSettings | None:
-    from pydantic import ValidationError
+    from murmuration.model.settings import SettingsError, read_pixels
 
-    from murmuration.model.settings import NAMED_PIXELS, PixelSettings
-
-    if text is None:
-        return None
-    for name in NAMED_PIXELS:
-        if name == text:
-            return name
     try:
-        return PixelSettings.model_validate_json(text)
-    except ValidationError:
-        raise EvaluationError(
-            f'--pixels {text}: write imagenet, half, or {{"mean": [r, g, b], "std": [r, g, b]}} with deviations above 0'
-        ) from None
+        return None if text is None else read_pixels(text)
+    except SettingsError as error:
+        raise EvaluationError(str(error)) from None
 
 
 def _view_of(arguments: argparse.Namespace) -> Augment | None:

@@ -31,7 +31,7 @@ from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.subject import WEIGHT_FILES, Subject
 from murmuration.model.named import DECIDED, LIBRARIES, TITLES, Named
-from murmuration.model.settings import ModelSettings, SettingsError, Shape
+from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings, SettingsError, Shape, read_pixels
 from murmuration.model.sizes import TABLES, Family, Stack
 from murmuration.train.config.load import load
 from murmuration.train.config.section import RecipeError
@@ -62,6 +62,7 @@ class ConfigRequest:
     epsilon: float
     size: str | None
     image_size: int | None
+    pixels: str | None
     label: str | None
     multi_label: bool
     classes: str | None
@@ -120,13 +121,19 @@ def compose(asked: ConfigRequest) -> tuple[str, str | None]:
         _opened(asked.held_out, "--held-out")
     unit = asked.unit or unit_known(asked.data)
     n = index.records if unit in (None, SINGLE) else _units(index, unit).count
-    start = _weights(asked.start) if asked.start is not None else None
+    try:
+        pixels = read_pixels(asked.pixels) if asked.pixels is not None else None
+    except SettingsError as error:
+        raise RecipeError(str(error)) from None
+    start = _weights(asked.start, pixels) if asked.start is not None else None
     data, means, outputs = _data(asked, rule, index, start)
     data |= {} if unit is None else {"unit": unit}
     one = "record" if unit in (None, SINGLE) else "unit"
     steps = rule.steps(n)
     try:
         model = _model(asked, rule, start, outputs)
+        if pixels is not None:
+            model["pixels"] = pixels if isinstance(pixels, str) else pixels.model_dump(mode="json")
         ModelSettings.model_validate(model).resolved()
     except SettingsError as error:
         raise RecipeError(f"--image-size: {str(error).rstrip('.')}") from None
@@ -305,13 +312,13 @@ def _classes(asked: ConfigRequest, index: RecordIndex) -> tuple[dict[str, Any], 
     return {"classes": _path(str(path), asked.out), **word}, len(classes.names)
 
 
-def _weights(path: Path) -> Evaluated:
+def _weights(path: Path, pixels: NamedPixels | PixelSettings | None) -> Evaluated:
     beside = path.is_file() and path.name in WEIGHT_FILES and (path.parent / "config.json").is_file()
     try:
         subject = Subject.at(path.parent if beside else path)
         from murmuration.evaluation.models.weights import Sizes, open_model
 
-        return open_model(subject, Sizes(), headless=True)
+        return open_model(subject, Sizes(), pixels, headless=True)
     except EvaluationError as error:
         raise RecipeError(f"--start: {error}") from None
 

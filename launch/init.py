@@ -46,6 +46,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--image-size", type=int, metavar="PIXELS", help="side of the picture (default: that of --start, else 224)"
     )
+    parser.add_argument(
+        "--pixels", metavar="PIXELS",
+        help='how the weights of --start want pixels normalised, where no file beside them says it: imagenet, half, or '
+        '{"mean": [r, g, b], "std": [r, g, b]}',
+    )  # fmt: skip
     parser.add_argument("--label", metavar="FIELD", help="classify: 'cls', or a field of the records' .json")
     parser.add_argument(
         "--multi-label", action="store_true",

@@ -238,6 +238,13 @@ def side_of(name: str, args: dict[str, Any]) -> int:
     return 224
 
 
+def patch_of(args: dict[str, Any]) -> int:
+    """Side of the patches that a folder's config says; 1 if it says none."""
+    said = args.get("vision_config", args).get("patch_size")
+    said = said[0] if isinstance(said, list) and said else said
+    return said if isinstance(said, int) and said > 0 else 1
+
+
 def json_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from murmuration.model.named import LIBRARIES, Library, Named, NamedError, completed, reads_texts, sees_and_writes
+from murmuration.model.named import (
+    LIBRARIES,
+    Library,
+    Named,
+    NamedError,
+    completed,
+    patch_of,
+    reads_texts,
+    sees_and_writes,
+)
 from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
 
 Loss = Literal["softmax", "sigmoid"]
@@ -143,6 +152,19 @@ class PixelSettings(BaseModel):
 
 NamedPixels = Literal["imagenet", "half"]
 NAMED_PIXELS: tuple[NamedPixels, ...] = ("imagenet", "half")
+
+
+def read_pixels(text: str) -> NamedPixels | PixelSettings:
+    """What --pixels says."""
+    for name in NAMED_PIXELS:
+        if name == text:
+            return name
+    try:
+        return PixelSettings.model_validate_json(text)
+    except ValidationError:
+        raise SettingsError(
+            f'--pixels {text}: write imagenet, half, or {{"mean": [r, g, b], "std": [r, g, b]}} with deviations above 0'
+        ) from None
 
 
 class ModelSettings(BaseModel):
@@ -394,16 +416,25 @@ class ModelSettings(BaseModel):
         preset = Preset(Stack(near, 1, 1), Stack(near, 6, near // 64), Stack(512, 4, 16))
         return replace(self._shape(preset, resnet=None), encoder=Stack(width, 1, 1), named=named)
 
-    def cropped(self) -> int:
-        """Pixels at the edge that no patch of an encoder by name holds, though its library states no such size."""
-        named = self.resolved().named
-        if named is None or self.reads_texts or self.sees_and_writes:
-            return 0
-        from murmuration.model.body import facts_of
+    def require_whole_patches(self, built: bool = True) -> None:
+        """Refuses pixels at the edge that no patch of an encoder by name holds, unless its library states this size.
+        Without `built`, asks only what Hugging Face's config.json says, which takes no PyTorch."""
+        if self.family not in LIBRARIES or self.reads_texts or self.sees_and_writes:
+            return
+        if built:
+            from murmuration.model.body import facts_of
 
+            named = self.resolved().named
+            assert named is not None
+            patch = facts_of(named, self.image_size).patch
+        else:
+            patch = patch_of(self.model_args or {}) if self.family == "hf" else 1
         given = {"family": self.family, "name": self.name, "model_args": self.model_args}
-        stated = completed(given)["image_size"]
-        return 0 if self.image_size == stated else self.image_size % facts_of(named, self.image_size).patch
+        if (left := self.image_size % patch) and self.image_size != completed(given)["image_size"]:
+            raise SettingsError(
+                f"model.image_size {self.image_size} leaves {left} pixels at the edge that are in no patch; set it to "
+                f"a multiple of the patch, such as {max(patch, self.image_size - left)}"
+            )
 
     def stored_statistics(self) -> str | None:
         """The first layer of an encoder by name that normalises by statistics which came with its weights."""

@@ -27,7 +27,7 @@ def calibrate_sigma(
 ) -> float:  # fmt: skip
     """Smallest noise multiplier with `digits` decimals, in the place of the event's own, whose re-accounted epsilon is
     at most `target`."""
-    _require_target(target)
+    require_target(target)
     ladder = _SigmaLadder(event, target, delta, digits)
     if accountant == "rdp":
         return ladder.sigma(_first_tick(lambda ticks: ladder.excess(ticks, "rdp") <= 0, ladder))
@@ -44,7 +44,7 @@ def enlarged(sigma: float, growth: float) -> float:
 def calibrate_steps(event: Event, target: float, delta: float, accountant: Accountant = "pld") -> int:
     """Most steps, or epochs, in the place of the event's own, whose re-accounted epsilon is at most `target`; at least
     1, or an error."""
-    _require_target(target)
+    require_target(target)
 
     def fits(count: int, by: By) -> bool:
         return _at_most([replace(event, count=count)], target, delta, by)
@@ -58,7 +58,7 @@ def calibrate_batch(
     records: int, sigma: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", bands: int = 1
 ) -> int:
     """Largest whole expected batch whose re-accounted epsilon is at most `target`; at least 1, or an error."""
-    _require_target(target)
+    require_target(target)
 
     def fits(batch: int, by: By) -> bool:
         sampling = make_sampling("poisson", records, batch, steps, bands)
@@ -74,7 +74,7 @@ def calibrate_slots(
 ) -> int:
     """Fewest steps of an epoch of random allocation, which is the largest batch, whose re-accounted epsilon is at most
     `target`; or an error. An epoch must be one that `slots_for` cuts so many steps into."""
-    _require_target(target)
+    require_target(target)
     if steps > MOST_SLOTS:
         raise AccountingError(f"a batch is looked for in up to {MOST_SLOTS:,} steps, not {steps:,}; give one instead")
 
@@ -97,7 +97,7 @@ def calibrate_slots(
     return next(slots for slots in range(fewest, steps + 1) if cut_into(slots))
 
 
-def _require_target(target: float) -> None:
+def require_target(target: float) -> None:
     if not (math.isfinite(target) and target > 0):
         raise AccountingError(f"the target epsilon must be finite and positive, but is {target}")
     if target > MOST_EPSILON:

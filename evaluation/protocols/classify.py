@@ -12,7 +12,10 @@ from torch import Tensor
 
 from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET
 from murmuration.data.decode.class_list import ClassList
+from murmuration.data.index.census import names_of
+from murmuration.data.index.public_split import whole_of
 from murmuration.data.index.right_labels import RightLabels, RightlyLabelled
+from murmuration.data.index.shard_index import ShardIndex
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.interval import Estimate, mean_share, share
 from murmuration.evaluation.measures.one_against_rest import auc_estimate, confusion, sensitivity, specificity
@@ -75,6 +78,8 @@ def run(session: Session, work: Work) -> Outcome:
     result = session.result("classify", {"label": label, "classes": len(names)}, {"test": chosen})
     told = rightly and sorted(rightly.by_name.items())
     answers = session.answers(result, read, spec, act, depends_on=(names, gallery, told))
+    if label is None and _have_classes(chosen):
+        result.notes.append("These records have a .cls; --label cls measures accuracy by it.")
     if label is not None:
         _add_shares(result, [(place, really) for _, (place, really, *_) in answers], len(names), real is not None)
     predictions = [
@@ -122,6 +127,12 @@ def table_of_classes(
 
 def interval(found: Estimate) -> str:
     return f"{found.value:.3f} ({found.low:.3f} … {found.high:.3f})"
+
+
+def _have_classes(chosen: Chosen) -> bool:
+    whole = whole_of(chosen.index)
+    names = names_of(whole.folder, whole.manifest_digest, len(whole.shards)) if isinstance(whole, ShardIndex) else None
+    return names is not None and FOLDERS in names.members
 
 
 def _names_of(session: Session, chosen: Chosen, given: ClassList | None) -> tuple[str, ...] | None:

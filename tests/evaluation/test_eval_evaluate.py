@@ -39,6 +39,7 @@ from tests.support.evaluation_world import (
     class_folders,
     class_list,
     evaluate,
+    picture,
     result,
     saved,
     shards,
@@ -48,6 +49,7 @@ from tests.support.evaluation_world import (
 from tests.support.foreign_models import hugging_face, moved, timm_vit
 from tests.support.launching import ROOT, environment
 from tests.support.published import dpcap, vip_mae
+from tests.support.tars import indexed
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 HALVES = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
@@ -353,6 +355,18 @@ def test_one_picture_is_classified_without_a_truth(world: Path, tmp_path: Path) 
     assert evaluate("classify", tmp_path / "vit", "--public", "--data", picture, "--out", tmp_path / "out") == 0
     assert result(tmp_path / "out")["numbers"] == {}
     assert [row["record"] for row in table(tmp_path / "out" / "predictions.csv")] == ["001.png"]
+
+
+def test_labels_that_were_not_asked_for_are_pointed_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face().save_pretrained(tmp_path / "vit")
+    of_halves(tmp_path / "vit")
+    records = ({"png": picture(name, number), "cls": str(number).encode()} for number, name in enumerate(COLOURS))
+    indexed(tmp_path / "shards", records)
+    asked = ["classify", tmp_path / "vit", "--public", "--data", tmp_path / "shards", "--out"]
+    assert evaluate(*asked, tmp_path / "out") == 0
+    assert "note: These records have a .cls; --label cls measures accuracy by it." in capsys.readouterr().out
+    assert evaluate(*asked, tmp_path / "scored", "--label", "cls") == 0
+    assert "top-1: " in (said := capsys.readouterr().out) and "have a .cls" not in said
 
 
 def test_zero_shot_by_label_and_by_trie(world: Path, tmp_path: Path) -> None:

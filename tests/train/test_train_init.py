@@ -246,6 +246,34 @@ def test_a_folder_that_training_cannot_name_is_named_by_its_file(tmp_path: Path,
     assert WarmStart.at(Path(named.path)).path == start.parent / "pytorch_model.bin"
 
 
+@pytest.mark.parametrize("kind", ["dinov2", "timm convnext", "ours"])
+def test_a_word_says_how_pixels_are_normalised_where_no_file_does(
+    tmp_path: Path, labelled: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = saved(tmp_path / "ours", "timm").parent if kind == "ours" else library_folder(tmp_path / "weights", kind)
+    stated = start / "preprocessor_config.json"
+    stated.unlink(missing_ok=True)
+    told = json.loads((start / "config.json").read_text())
+    told.get("pretrained_cfg", {}).update(mean=None, std=None)
+    (start / "config.json").write_text(json.dumps(told))
+    out = tmp_path / "my.json"
+    asked = ("classify", "--data", str(labelled), "--start", str(start), "--public", "--out", str(out))
+    capsys.readouterr()
+    assert "set --pixels to what their model card says" in refused(capsys, *asked)
+    assert "--pixels grey: write imagenet, half, or" in refused(capsys, *asked, "--pixels", "grey")
+    spelt = '{"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}'
+    for word in ("half", spelt):
+        out.unlink(missing_ok=True)
+        assert main([*asked, "--pixels", word]) == 0
+        pixels = load(out, []).model.pixels
+        assert pixels == word or pixels.model_dump(mode="json") == json.loads(spelt)  # pyright: ignore
+        assert train(["--config", str(out), "--dry-run"]) == 0
+    out.unlink()
+    stated.write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    if kind == "dinov2":
+        assert "preprocessor_config.json says that" in refused(capsys, *asked, "--pixels", "imagenet")
+
+
 def test_what_cannot_be_meant_is_refused(
     tmp_path: Path, labelled: Path, captioned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,8 @@ DEMO = ROOT / "ds_configs" / "demo.json"
 def lay_out(folder: Path) -> None:
     (folder / "my.yaml").write_text("model: {family: mae}\nphases: []\n")
     (folder / "empty").mkdir()
+    (folder / "dino").mkdir()
+    (folder / "dino" / "config.json").write_text('{"model_type": "dinov2", "patch_size": 14, "image_size": 518}')
     indexed(folder / "shards", [{"png": png(number), "txt": b"a picture"} for number in range(10)])
     private = BASE["phases"][1] | {"data": {"path": "shards", "tokenizer": "clip:515"}, "evaluation": None}
     private |= {"privacy": private["privacy"] | {"expected_batch": 5}}
@@ -68,6 +70,10 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
     "pixels that no patch of a named encoder holds": (
         dry("model={\"family\": \"timm\", \"name\": \"vit_tiny_patch16_224\", \"image_size\": 50}"),
         "leaves 2 pixels at the edge that are in no patch; set it to a multiple of the patch, such as 48",
+    ),
+    "pixels that no patch of a folder's encoder holds": (
+        dry("model={\"family\": \"hf\", \"name\": \"dino\", \"image_size\": 50}", config="start.json"),
+        "model.image_size 50 leaves 8 pixels at the edge that are in no patch",
     ),
     "an export of a folder that is no run": (
         ["export", "empty", "out"], "empty has no ledger.jsonl; name the run directory of a finished run",
@@ -113,6 +119,10 @@ STUMBLES: dict[str, tuple[list[str], str]] = {
     "a delta above 1/n": (
         [*trained("phases.0.privacy.delta=0.5"), "--dry-run"],
         "phases.0.privacy: delta must lie in (0, 1/n] = (0, 0.1], but is 0.5",
+    ),
+    "a budget that promises nothing": (
+        [*trained("phases.0.privacy.epsilon=1000", "phases.0.privacy.noise_multiplier=null"), "--dry-run"],
+        "phases.0.privacy: epsilon = 1000 promises nothing, so no noise",
     ),
     "a batch above n": (trained("phases.0.privacy.expected_batch=11"), "expected_batch must lie in (0, 10]"),
     "a unit that the index does not know": (

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from murmuration.accounting.errors import PlanError
+from murmuration.accounting.epsilon.calibrate import require_target
+from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.plan import require_possible
 from murmuration.data.index.open import open_index, require_index
 from murmuration.data.store.place import ShardError
 from murmuration.data.text.built_in import is_built_in
+from murmuration.model.settings import SettingsError
 from murmuration.train.config.data import CheckpointData, ShardData
 from murmuration.train.config.phase import Phase
 from murmuration.train.config.root import Config
@@ -25,6 +27,10 @@ from murmuration.train.recipe.weights_at_hand import require_weights
 
 def first_look(config: Config, training: bool) -> None:
     """`training`: the records must be at hand."""
+    try:
+        config.model.require_whole_patches(built=False)
+    except SettingsError as error:
+        raise RecipeError(f"model: {error}") from None
     for number, phase in enumerate(config.phases):
         where, data = f"phases.{number}", phase.data
         if training and isinstance(data, CheckpointData):
@@ -55,5 +61,7 @@ def _require_possible(phase: Phase, where: str) -> None:
     records, batch = known_records(phase, where)[0], phase.privacy.expected_batch
     try:
         require_possible(records, records if math.isinf(batch) else batch, phase.privacy.delta)
-    except PlanError as error:
+        if phase.privacy.noise_multiplier is None:
+            require_target(phase.privacy.epsilon)
+    except (AccountingError, PlanError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None

@@ -322,14 +322,9 @@ def _shared(private: RecordIndex, public: RecordIndex) -> Shard | None:
 
 
 def resolve_shape(config: Config) -> Shape:
-    model = config.model
     try:
-        if cropped := model.cropped():
-            raise RecipeError(
-                f"model.image_size {model.image_size} leaves {cropped} pixels at the edge that are in no patch; set it "
-                f"to a multiple of the patch, such as {model.image_size - cropped}"
-            )
-        return model.resolved()
+        config.model.require_whole_patches()
+        return config.model.resolved()
     except SettingsError as error:
         raise RecipeError(f"model: {error}") from None
 
