@@ -83,6 +83,9 @@ def test_one_step_over_all_records_at_the_epsilon_of_one_gaussian(finished: Path
     (plan,) = [line["plan"] for line in ledger_lines(finished) if line["kind"] == "plan"]
     exact = gaussian_epsilon(plan["noise_multiplier"], 1e-4)
     assert exact <= claim <= EPSILON and claim == pytest.approx(exact, abs=1e-3) and claim > EPSILON - 0.01
+    weights = sum(each.numel() for each in build(ModelSettings.model_validate(MODEL), "classify").state_dict().values())
+    said = json.loads((finished / "certificate.json").read_text())["model"]
+    assert said.endswith(f" {weights:,} parameters"), "the sums are none"
 
 
 def test_the_sums_are_those_of_the_records_with_the_planned_noise(finished: Path) -> None:
