@@ -203,6 +203,8 @@ def told(asked: ConfigRequest, why: str | None) -> list[str]:
         f"ε = {asked.epsilon:g} at δ = {show_delta(plan.delta)}, which takes sigma = {plan.noise_multiplier:g}"
     ]
     lines += [why] if why is not None else []
+    if asked.image_size not in (None, size := config.model.image_size):
+        lines.append(f"its pictures have {size} px: {asked.image_size} is no multiple of the patches")
     if getattr(phase.data, "unit", None) is not None:
         lines.append(f"it protects {plan.unit}")
     if asked.start is None:
@@ -354,6 +356,7 @@ def _of_library(asked: ConfigRequest, rule: Rule, start: Evaluated, named: Named
     if named.library not in LIBRARIES:
         trained = " and ".join(TITLES[library] for library in LIBRARIES)
         raise RecipeError(f"--start: {named} can be evaluated, but only encoders of {trained} are trained; name one")
+    from murmuration.model.body import facts_of
     from murmuration.train.recipe.pixels import NAMED
 
     assert asked.start is not None
@@ -364,7 +367,17 @@ def _of_library(asked: ConfigRequest, rule: Rule, start: Evaluated, named: Named
     section |= {"model_args": own} if own and named.library == "timm" else {}
     pixels = next((name for name, known in NAMED.items() if known == start.pixels), None)
     section |= {"pixels": pixels or {"mean": list(start.pixels.mean), "std": list(start.pixels.std)}}
-    return section | {"image_size": asked.image_size or start.shape.image_size}
+    section |= {"image_size": start.shape.image_size}
+    if asked.image_size is not None:
+        written = ModelSettings.model_validate(section).resolved().named
+        assert written is not None
+        section["image_size"] = _whole(asked.image_size, facts_of(written, start.shape.image_size).patch)
+    return section
+
+
+def _whole(size: int, patch: int) -> int:
+    """In whole patches: pixels at the edge would be in none."""
+    return max(patch, size // patch * patch)
 
 
 def _of_size(family: Family, size: str, image_size: int) -> dict[str, Any]:
@@ -387,6 +400,7 @@ def _of_shape(family: Family, shape: Shape, image_size: int | None) -> dict[str,
     if shape.resnet is not None:
         kind = {"size": "wrn16x4"} if shape.resnet.small_images else {}
         return section | kind | {"width": shape.resnet.width, "stages": list(shape.resnet.stages)}
+    section["image_size"] = _whole(section["image_size"], shape.patch_size)
     section |= {"patch_size": shape.patch_size, **_stack("", shape.encoder)}
     if family == shape.family == "captioner":
         section |= _stack("decoder_", shape.text) | {"text_length": shape.text_length}

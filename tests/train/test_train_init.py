@@ -223,6 +223,18 @@ def test_a_dry_run_reads_names_and_shapes_of_the_weights_alone(
     assert "phases.0.data.path" in (said := capsys.readouterr().err) and "set model.name" in said
 
 
+@pytest.mark.parametrize(("kind", "asked", "whole"), [("dinov2", 50, 42), ("own", 15, 12), ("own", 3, 4)])
+def test_pictures_are_of_whole_patches(
+    kind: str, asked: int, whole: int, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    start = library_folder(tmp_path / "weights", kind) if kind == "dinov2" else saved(tmp_path / "weights", "timm")
+    capsys.readouterr()
+    given = ("--start", str(start), "--public", "--image-size", str(asked), "--trainable", "all")
+    config = written("classify", labelled, tmp_path / "my.json", *given)
+    assert config.model.image_size == whole
+    assert f"its pictures have {whole} px: {asked} is no multiple of the patches" in capsys.readouterr().out
+
+
 def test_an_encoder_of_a_library_is_no_autoencoder(
     tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -292,16 +304,9 @@ def test_what_cannot_be_meant_is_refused(
     )
     assert "epsilon" in refused(capsys, "mae", "--data", str(captioned), "--epsilon", "-1", *out)
     assert not (tmp_path / "my.json").exists()
-    folder = str(library_folder(tmp_path / "weights", "dinov2"))
-    capsys.readouterr()
-    started = ("classify", "--data", str(labelled), "--start", folder, "--public", *out)
-    assert "8 pixels at the edge that are in no patch" in refused(capsys, *started, "--image-size", "50")
     started = ("classify", "--data", str(labelled), "--public", *out, "--trainable", "lora", "--start")
     convnext = str(library_folder(tmp_path / "convnext", "timm convnext"))
     assert 'timm\'s "convnext_atto" has no linear layer' in refused(capsys, *started, convnext)
-    vit = ("--start", str(saved(tmp_path / "vit", "timm")))
-    told = refused(capsys, "mae", "--data", str(captioned), *vit, "--public", *out, "--image-size", "15")
-    assert "--image-size: model.image_size 15 is not divisible" in told
     (tmp_path / "my.json").write_text("mine")
     assert "nothing is overwritten" in refused(capsys, "mae", "--data", str(captioned), *out)
     assert (tmp_path / "my.json").read_text() == "mine"
