@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from murmuration.accounting.certificate.weights import AVERAGED, read_lists
+from murmuration.accounting.certificate.attached import lists_tensors_of
+from murmuration.accounting.certificate.weights import AVERAGED, RENAMED, read_lists
+from murmuration.accounting.errors import RunError
 from murmuration.data.decode.augment import PUBLISHED, SteadyView
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.text.encoder import TextEncoder
@@ -71,7 +72,7 @@ class Evaluated:
     report: LoadReport
     pixels: Normalisation = IMAGENET
     view: SteadyView = PUBLISHED
-    """By which its run measured, where a note beside the weights says so; the published one otherwise."""
+    """By which its run measured, where what lies beside the weights says so; the published one otherwise."""
     tokenizer: str | None = None
     """The one trained with, where a note beside the weights names it."""
     class_names: tuple[str, ...] = ()
@@ -162,12 +163,12 @@ def open_model(
     found.model.eval().requires_grad_(False)
     if known.view:
         found.report.notes.append(f"{known.by} names another view ({known.view}); --resize and --crop choose the view")
-    certified = _is_certified(subject.certified, state)
+    certified, view = _is_certified(subject, state), known.measured
     if note is not None:
-        found = replace(found, tokenizer=note.tokenizer, class_names=note.class_names, view=note.view or found.view)
+        found, view = replace(found, tokenizer=note.tokenizer, class_names=note.class_names), note.view
     elif subject.config is not None:
-        found = replace(found, view=subject.config.phases[-1].view or found.view)
-    return replace(found, pixels=statistics, certified=certified)
+        view = subject.config.phases[-1].view or view
+    return replace(found, pixels=statistics, certified=certified, view=view or found.view)
 
 
 def _statistics(subject: Subject, pixels: NamedPixels | PixelSettings | None) -> tuple[Normalisation, Told]:
@@ -242,21 +243,23 @@ def _settings(subject: Subject, note: ModelNote | None) -> ModelSettings | None:
     return settings
 
 
-def _is_certified(folder: Path, state: Mapping[str, Tensor]) -> bool:
-    """Whether the list of tensors of one certified checkpoint, or of its averages, contains all of these. Any file may
-    be copied beside a certificate."""
+def _is_certified(subject: Subject, state: Mapping[str, Tensor]) -> bool:
+    """Whether the list of tensors of one certified checkpoint, or of its averages, contains all of these; in the form
+    of another package, by the names that the export wrote beside them. Any file may be copied beside a certificate."""
+    folder = subject.certified
     try:
         lists = read_lists(folder) if (folder / CERTIFICATE).is_file() else None
-    except (OSError, ValueError):
+        if not lists:
+            return False
+        found = {name: listed_digest(tensor) for name, tensor in state.items()}
+        named = any(
+            all(tensors.get(prefix + name) == digest for name, digest in found.items())
+            for tensors in lists.values()
+            for prefix in ("", AVERAGED)
+        )
+        return named or ((folder / RENAMED).is_file() and lists_tensors_of(folder, subject.weights))
+    except (RunError, OSError, ValueError, KeyError, TypeError):
         return False
-    if not lists:
-        return False
-    found = {name: listed_digest(tensor) for name, tensor in state.items()}
-    return any(
-        all(tensors.get(prefix + name) == digest for name, digest in found.items())
-        for tensors in lists.values()
-        for prefix in ("", AVERAGED)
-    )
 
 
 def _configured(

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Dinov2Config, Dinov2ForImageClassification
 
 from murmuration.accounting.certificate.verify import verify
+from murmuration.accounting.certificate.weights import metadata_of
 from murmuration.data.index.folders import build_folder
 from murmuration.train.commands import export
 from murmuration.train.storage.checkpoint import Checkpoints
@@ -61,6 +62,21 @@ def trained(job: Launch, run_dir: Path) -> dict[str, torch.Tensor]:
     return loaded.weights()
 
 
+def in_form(monkeypatch: pytest.MonkeyPatch, run_dir: Path, out: Path, form: str) -> Path:
+    monkeypatch.setattr("sys.argv", ["export.py", str(run_dir), str(out), "--form", form])
+    assert export.main() == 0
+    return out
+
+
+def must_agree(scored: list[Path]) -> None:
+    """A run, and its weights in any form, are seen and certified alike."""
+    assert len({(place / "predictions.csv").read_text() for place in scored}) == 1
+    found = [result(place) for place in scored]
+    assert found[0]["certificate"] is not None and found[0]["settings"]["view"] == "center"
+    for other in found[1:]:
+        assert (other["certificate"], other["settings"]) == (found[0]["certificate"], found[0]["settings"])
+
+
 def test_a_dinov2_of_timm_is_trained_exported_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file's positions belong to larger pictures, and are interpolated as timm does."""
     weights_of("vit_small_patch14_dinov2", tmp_path / "dino.safetensors", img_size=56, **DINO)
@@ -74,13 +90,13 @@ def test_a_dinov2_of_timm_is_trained_exported_and_evaluated(tmp_path: Path, monk
     out = tmp_path / "export"
     monkeypatch.setattr("sys.argv", ["export.py", str(run_dir), str(out)])
     assert export.main() == 0
-    for number, subject in enumerate((run_dir, out)):
+    theirs = in_form(monkeypatch, run_dir, tmp_path / "theirs", "timm")
+    for number, subject in enumerate((run_dir, out, theirs)):
         for what in ("classify", "probe"):
             scored = tmp_path / f"{what} of {number}"
             given = ["--test", tmp_path / "public"] if what == "probe" else []
             assert evaluate(what, subject, "--public", "--data", tmp_path / "public", *given, "--out", scored) == 0
-    rows = [(tmp_path / f"classify of {number}" / "predictions.csv").read_text() for number in range(2)]
-    assert rows[0] == rows[1]
+    must_agree([tmp_path / f"classify of {number}" for number in range(3)])
     assert result(tmp_path / "classify of 1")["model"]["pixels"] == "imagenet", "as timm states for the name"
 
 
@@ -111,10 +127,21 @@ def test_a_folder_of_hugging_face_is_needed_only_to_start(tmp_path: Path, monkey
     note = (out / "export.json").read_text()
     assert str(tmp_path) not in note and json.loads(note)["model"]["image_size"] == 28
 
+    theirs = in_form(monkeypatch, run_dir, tmp_path / "theirs", "hf")
     shutil.rmtree(tmp_path / "dino")
-    scored = tmp_path / "scored"
-    assert evaluate("classify", out, "--public", "--data", tmp_path / "public", "--out", scored) == 0
-    assert result(scored)["model"]["pixels"] == "half"
+    scored = [tmp_path / "scored" / subject.name for subject in (run_dir, out, theirs)]
+    for subject, place in zip((run_dir, out, theirs), scored, strict=True):
+        assert evaluate("classify", subject, "--public", "--data", tmp_path / "public", "--out", place) == 0
+        assert result(place)["model"]["pixels"] == "half"
+    must_agree(scored)
+    # The certificate speaks of no other weights, whatever renamed.json says.
+    state = load_file(theirs / "model.safetensors")
+    told = metadata_of(theirs / "model.safetensors")
+    for number, odd in enumerate(({"classifier.bias": state["classifier.bias"] + 1e-6}, {"more": torch.ones(1)})):
+        save_file(state | odd, theirs / "model.safetensors", told)
+        place = tmp_path / "scored" / f"odd {number}"
+        assert evaluate("classify", theirs, "--public", "--data", tmp_path / "public", "--out", place) == 0
+        assert result(place)["certificate"] is None
 
 
 @pytest.mark.parametrize("trainable", ["head", "all"])

@@ -191,6 +191,9 @@ def test_an_encoder_of_timm_with_adapters_after_an_export_that_was_killed(
     assert "is not an empty folder" in capsys.readouterr().err
     assert exported(monkeypatch, tmp_path / "private", tmp_path / "private" / "x") == 2
     assert "name the run directory of a finished run" in capsys.readouterr().err
+    for form in ("timm", "peft"):
+        assert exported(monkeypatch, tmp_path / form, tmp_path / "again") == 2
+        assert f"{form} is an export, which has no checkpoints; name the run" in capsys.readouterr().err
 
 
 def test_published_files_are_read_back_bit_by_bit(root: Path) -> None:

@@ -19,7 +19,7 @@ from timm.models._hub import save_for_hf
 from torch import Tensor
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
-from murmuration.data.decode.augment import ResizeCrop, view_from, view_in_words
+from murmuration.data.decode.augment import ResizeCrop, SteadyView, choose_view, view_from, view_in_words
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.evaluation.models.subject import Subject
@@ -27,6 +27,7 @@ from murmuration.evaluation.models.weights import Sizes, open_model
 from murmuration.evaluation.session.features import Computing
 from murmuration.evaluation.session.session import Chosen, Session
 from murmuration.model.build import build
+from murmuration.model.foreign_config import Preprocessing, hugging_face_preprocessor
 from murmuration.model.load_report import WeightsError
 from murmuration.model.settings import ModelSettings
 from murmuration.train.config.root import Config
@@ -117,6 +118,37 @@ def test_what_preprocessor_config_says(tmp_path: Path, told: dict[str, Any], exp
         ours, theirs = ((each.mean, each.std) for each in (found.pixels, expected))
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
         assert expected == OTHER or found.pixels == expected, "known ones are taken to the last digit"
+
+
+@pytest.mark.parametrize("view", [ResizeCrop(), ResizeCrop(384, 256), ResizeCrop(400, 294), "center"])
+@pytest.mark.parametrize("side", [16, 147])
+def test_the_view_of_its_run_is_read_from_an_export_in_the_form_of_a_library(
+    tmp_path: Path, view: SteadyView, side: int
+) -> None:
+    own = metadata(OTHER)
+    seen = Preprocessing(*(ResizeCrop(1, 1) if view == "center" else view), OTHER.mean, OTHER.std)
+    cfg = {"crop_pct": seen.crop / seen.resize, "input_size": [3, side, side]}
+    written = {
+        "timm": ("config.json", {"architecture": "x", "pretrained_cfg": cfg}),
+        "hf": ("preprocessor_config.json", hugging_face_preprocessor(side, seen)),
+    }
+    for form, (name, told) in written.items():
+        hugging_face().save_pretrained(tmp_path / form)
+        weights, beside = tmp_path / form / "model.safetensors", tmp_path / form / name
+        save_file(hugging_face().state_dict(), weights, own)
+        for text, known in ((json.dumps(told), True), (json.dumps({"architecture": "x"}), False)):
+            beside.write_text(text)
+            for path in (weights, weights.parent):
+                found = of_weights(path)
+                assert found.pixels == OTHER and (found.measured is not None) == known
+                assert not known or shown(found.measured, side) == shown(view, side)
+        beside.write_text(json.dumps(told))
+        save_file(hugging_face().state_dict(), weights)
+        assert of_weights(weights).measured is None, "others' folders are shown as published evaluations do"
+
+
+def shown(view: SteadyView | None, side: int) -> Any:
+    return view if view is None or view == "center" else choose_view(view, 301, 402, side, b"", 0, 0)
 
 
 def test_what_hugging_faces_own_processor_makes_of_a_picture(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def export(
 def _chosen(run_dir: RunDir, best: bool) -> tuple[Loaded, dict[str, Any]]:
     """The checkpoint that is exported, and the certificate, which must be that of the newest one."""
     loaded = Checkpoints.newest(run_dir.checkpoints)
+    if loaded is None and not run_dir.checkpoints.is_dir():
+        raise ExportError(f"{run_dir.root} is an export, which has no checkpoints; name the run directory it came from")
     if loaded is None:
         raise ExportError(f"{run_dir.root} has no checkpoint; let the run reach one")
     document = parse((run_dir.root / "certificate.json").read_bytes())

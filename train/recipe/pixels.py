@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from murmuration.accounting.certificate.provenance import KEY as PROVENANCE
 from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels
-from murmuration.data.decode.augment import PUBLISHED
+from murmuration.data.decode.augment import PUBLISHED, ResizeCrop, SteadyView, require_known
 from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named import LIBRARIES, OF_IMAGES, PREPROCESSOR, PROCESSOR, statistics_of
@@ -48,6 +48,8 @@ class Told:
     by: str
     view: str = ""
     """The evaluation view that is named beside them, if it is another one than the published resizing and crop."""
+    measured: SteadyView | None = None
+    """The view of the run, where an export in the form of timm or Hugging Face names it."""
 
 
 def of_settings(given: NamedPixels | PixelSettings | None) -> Normalisation | None:
@@ -127,7 +129,7 @@ def of_weights(path: Path) -> Told:
         return Told(of_manifest(note, f"{folder / 'export.json'}"), str(folder / "export.json"))
     note = _inside(path / NAMES[0] if path.is_dir() else path)
     if note is not None:
-        return Told(of_manifest(note, str(path)), str(path))
+        return Told(of_manifest(note, str(path)), str(path), measured=_exported_view(folder))
     beside = _object(folder / "config.json")
     if "architecture" in beside:
         return _timm(beside, str(folder / "config.json"))
@@ -156,6 +158,24 @@ def _inside(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         found = {KEY: None}
     return found if isinstance(found, dict) else {KEY: None}
+
+
+def _exported_view(folder: Path) -> SteadyView | None:
+    """As our exports write it for timm and Hugging Face, in pixels of the model."""
+    try:
+        if "architecture" in (config := _object(folder / "config.json")):
+            told = config["pretrained_cfg"]
+            crop = told["input_size"][-1]
+            resize = math.floor(crop / told["crop_pct"] + 1e-9)  # a quotient just below a whole number is that number
+        else:
+            told = _object(folder / PREPROCESSOR)
+            resize, crop = told["size"]["shortest_edge"], told["crop_size"]["height"]
+        require_known(view := ResizeCrop(resize, crop))
+    except (KeyError, IndexError, TypeError, ValueError, ArithmeticError):  # it is gone, or was edited
+        return None
+    if resize == crop:
+        return "center"
+    return PUBLISHED if resize == crop * PUBLISHED.resize // PUBLISHED.crop else view
 
 
 def of_manifest(note: Mapping[str, Any], where: str) -> Normalisation:
