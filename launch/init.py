@@ -103,6 +103,10 @@ def main(argv: list[str] | None = None) -> int:
                 f"--trainable {arguments.trainable} is for classify, and needs --start, the weights of the encoder "
                 "that stays as it is"
             )
+        if arguments.image_size is not None and arguments.image_size < 1:
+            raise RecipeError(
+                f"--image-size {arguments.image_size} is no side of a picture; give its pixels, such as 224"
+            )
         if not arguments.epsilon > 0:
             raise RecipeError(f"--epsilon {arguments.epsilon:g} is no privacy budget; give a number above 0, such as 8")
         named = [f"--{name}" for name in ("held-out", "start") if getattr(arguments, name.replace("-", "_"))]

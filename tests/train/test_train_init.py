@@ -233,6 +233,8 @@ def test_pictures_are_of_whole_patches(
     config = written("classify", labelled, tmp_path / "my.json", *given)
     assert config.model.image_size == whole
     assert f"its pictures have {whole} px: {asked} is no multiple of the patches" in capsys.readouterr().out
+    other = ("classify", "--data", str(labelled), *given[:-4], "--out", str(tmp_path / "other.json"))
+    assert "--image-size 0 is no side of a picture" in refused(capsys, *other, "--image-size", "0")
 
 
 def test_an_encoder_of_a_library_is_no_autoencoder(
