@@ -104,6 +104,10 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
             f"model_args.{rates[0]} cannot be set: what other libraries draw is not keyed by record; leave it out"
         )
     if given["family"] == "timm":
+        size = given.get("image_size")
+        if "timm" not in sys.modules and isinstance(size, int) and not re.search(rf"_{size}(?!\d)", name):
+            require_known(name)
+            require_whole(size, patch_of("timm", name, args))
         side = pretrained_of(name).get("input_size", (3, 224, 224))[-1]
     else:
         args = _config(name, args)
@@ -118,14 +122,8 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
 
 def pretrained_of(name: str) -> dict[str, Any]:
     """What timm states for a name: picture size, mean, deviation, how its head is called."""
-    if ":" in name or "/" in name:
-        raise NamedError(
-            f"model.name {name!r:.80} is a place of weights, and nothing is downloaded; save them by "
-            "timm.models.save_for_hf, set model.name to their architecture, and start from the folder"
-        )
+    require_known(name)
     plain, _, tag = name.partition(".")
-    if "timm" not in sys.modules:
-        _require_in_source(plain, tag)
     import timm  # only here: it brings PyTorch along
 
     if not timm.is_model(plain):
@@ -135,6 +133,18 @@ def pretrained_of(name: str) -> dict[str, Any]:
     except RuntimeError:
         raise _no_weights(plain, tag, [each.partition(".")[2] for each in timm.list_pretrained(plain)]) from None
     return {} if found is None else found.to_dict()
+
+
+def require_known(name: str) -> None:
+    """Refuses what is no name of timm's, as far as that can be told before it is imported."""
+    if ":" in name or "/" in name:
+        raise NamedError(
+            f"model.name {name!r:.80} is a place of weights, and nothing is downloaded; save them by "
+            "timm.models.save_for_hf, set model.name to their architecture, and start from the folder"
+        )
+    plain, _, tag = name.partition(".")
+    if "timm" not in sys.modules:
+        _require_in_source(plain, tag)
 
 
 def _no_model(plain: str, known: list[str]) -> NamedError:
@@ -238,11 +248,22 @@ def side_of(name: str, args: dict[str, Any]) -> int:
     return 224
 
 
-def patch_of(args: dict[str, Any]) -> int:
-    """Side of the patches that a folder's config says; 1 if it says none."""
+def patch_of(library: Library, name: str, args: dict[str, Any]) -> int:
+    """Side of the patches that a folder's config says, or timm's name; 1 if they say none."""
     said = args.get("vision_config", args).get("patch_size")
+    if said is None and library == "timm" and (named := re.search(r"patch(\d+)", name)):
+        said = int(named[1])
     said = said[0] if isinstance(said, list) and said else said
     return said if isinstance(said, int) and said > 0 else 1
+
+
+def require_whole(size: int, patch: int) -> None:
+    """Refuses pixels at the edge that would be in no patch."""
+    if left := size % patch:
+        raise NamedError(
+            f"model.image_size {size} leaves {left} pixels at the edge that are in no patch; set it to a multiple of "
+            f"the patch, such as {max(patch, size - left)}"
+        )
 
 
 def json_object(path: Path) -> dict[str, Any]:

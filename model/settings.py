@@ -21,6 +21,7 @@ from murmuration.model.named import (
     completed,
     patch_of,
     reads_texts,
+    require_whole,
     sees_and_writes,
 )
 from murmuration.model.sizes import RESNETS, TABLES, Activation, Family, Preset, ResNet, Size, Stack
@@ -428,13 +429,13 @@ class ModelSettings(BaseModel):
             assert named is not None
             patch = facts_of(named, self.image_size).patch
         else:
-            patch = patch_of(self.model_args or {}) if self.family == "hf" else 1
+            patch = patch_of("hf", self.name or "", self.model_args or {}) if self.family == "hf" else 1
         given = {"family": self.family, "name": self.name, "model_args": self.model_args}
-        if (left := self.image_size % patch) and self.image_size != completed(given)["image_size"]:
-            raise SettingsError(
-                f"model.image_size {self.image_size} leaves {left} pixels at the edge that are in no patch; set it to "
-                f"a multiple of the patch, such as {max(patch, self.image_size - left)}"
-            )
+        if self.image_size != completed(given)["image_size"]:
+            try:
+                require_whole(self.image_size, patch)
+            except NamedError as error:
+                raise SettingsError(str(error)) from None
 
     def stored_statistics(self) -> str | None:
         """The first layer of an encoder by name that normalises by statistics which came with its weights."""
