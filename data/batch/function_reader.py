@@ -85,7 +85,13 @@ def _places(indices: Any, count: int) -> Tensor | None:
         found = np.asarray(indices)
     except Exception:  # one by one, they fail for their own records
         return None
-    if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < -count or found.max() >= count:
+    if (
+        found.ndim != 1
+        or found.dtype.kind not in "iu"
+        or not found.size
+        or found.min() < -count
+        or found.max() >= count
+    ):
         return None
     return torch.from_numpy(found.astype(np.int64))
 

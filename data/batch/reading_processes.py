@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from murmuration.accounting.errors import RunError
+from murmuration.data.store.place import UnreadableError
 
 MOST = 16
 """Records per message: of a message's fixed cost, a record bears a part."""
@@ -97,8 +97,8 @@ class _Process:
             self._control.send((records, key, step))
             return json.loads(self._control.recv_bytes())  # a record may have taken the process over
         except (EOFError, OSError):
-            # Which record it was at is not said: that would tell that it was drawn.
-            raise RunError(
+            # By which all ranks leave the step and save. Which record it was at is not said: it was drawn.
+            raise UnreadableError(
                 f"a process that reads records ended (exit code {self._ended()}): the machine may be out of memory, or "
                 "what reads a record crashed; resume with fewer workers, or with workers=0 to see it"
             ) from None

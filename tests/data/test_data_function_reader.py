@@ -323,3 +323,7 @@ def test_a_row_that_cannot_be_copied_is_that_records_fault(workers: int) -> None
     found = reader.fetch(np.array([4, 5, 6]), 1)
     reader.close()
     assert found.batch.present.tolist() == [True, False, True] and found.bad.keys() == {5}
+
+
+def test_no_rows_are_taken_one_by_one() -> None:
+    assert Table.of(Subset(_in_memory(), np.array([], dtype=np.int64))) is None  # pyright: ignore[reportArgumentType]

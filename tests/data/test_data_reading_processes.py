@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from murmuration.accounting.errors import RunError
 from murmuration.data.batch.function_reader import FunctionReader, ReadFailsError
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.draw.micro_batch import EMPTY
 from murmuration.data.index.unit_table import UnitTable
+from murmuration.data.store.place import UnreadableError
 
 LIKE = {"x": torch.zeros(1, 2, 3), "y": torch.zeros(1, dtype=torch.int64), "none": torch.zeros(1, 0)}
 KEY = b"k" * 32
@@ -109,7 +109,7 @@ def test_the_death_of_a_process_stops_the_run_in_a_sentence_that_names_no_record
 
     reader = FunctionReader(deadly, {"y": torch.zeros(1, dtype=torch.int64)}, key=KEY, workers=2)
     code = {"crash": "-11", "exit": "3", "killed": "-9", "custom": "1"}[how]
-    with pytest.raises(RunError, match=rf"ended \(exit code {code}\)") as caught:
+    with pytest.raises(UnreadableError, match=rf"ended \(exit code {code}\)") as caught:
         reader.fetch(np.arange(64), 1)
     reader.close()
     assert "37" not in str(caught.value) + "".join(capfd.readouterr()) and ended(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.history import History
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.distributed.stop import Stopped
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.own_module import (
     RECORDS,
@@ -192,6 +194,28 @@ def test_a_run_with_processes_that_read_is_the_same_bit_for_bit(tmp_path: Path) 
     alone = trained("alone", [0])
     for name, workers in (("two", [2]), ("changed", [0, 3])):
         assert all(torch.equal(tensor, alone[each]) for each, tensor in trained(name, workers).items())
+
+
+def test_the_death_of_a_process_that_reads_stops_the_run_which_goes_on_later(tmp_path: Path) -> None:
+    here, dead = os.getpid(), tmp_path / "dead"
+
+    class Deadly(Named):
+        def __getitem__(self, at: int) -> dict[str, Tensor]:
+            if os.getpid() != here and dead.exists() and at % 2:
+                os._exit(3)
+            return super().__getitem__(at)
+
+    example = {"x": X[0], "y": Y[0]}
+    changes: dict[str, Any] = dict(reader=Deadly(), records=None, synthetic=None, example=example, steps=6)
+    with training(tmp_path / "run", workers=1, **changes) as found:
+        with pytest.raises(Stopped, match=r"a process that reads records ended \(exit code 3\)"):
+            for _ in found:
+                dead.touch()
+        assert 0 < found.done == found.saved < 6, "what is complete is saved"
+    with training(tmp_path / "run", **changes) as found:
+        for step in found:
+            if step == 5:  # the step that was left stays charged, which costs the last one
+                break
 
 
 def test_a_dataset_is_asked_once_for_each_view(tmp_path: Path) -> None:
