@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 from murmuration.accounting.epsilon.accountant import round_up, show_delta
-from murmuration.accounting.epsilon.audit_bound import ACCUSED, epsilon_bound, p_value
 
 PENDING = {
     "made": False,
@@ -35,6 +34,9 @@ def fault_of(audit: dict[str, Any]) -> str | None:
     found = audit["one_run"]
     if not found["made"]:
         return None
+    # With SciPy's distributions, which take most of a second: few runs are audited.
+    from murmuration.accounting.epsilon.audit_bound import ACCUSED, epsilon_bound, p_value
+
     level = (1 - found["confidence"]) / found["looks"]
     strongest = 1.0
     for bound in found["tried"]:

@@ -6,7 +6,7 @@ nothing in the model may differ after a pass, but for the weights that an update
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from murmuration.train.clip.isolated import is_of_records
 from murmuration.train.engines.base import digest_of
@@ -115,9 +114,9 @@ def _checksum(flat: Tensor) -> Tensor:
 
 
 def _part(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return getattr(parameter, "ds_tensor", parameter)
+    """What this rank has of it, where FSDP2 (whose DTensor takes a second to import) or DeepSpeed shards it."""
+    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
+    return getattr(parameter, "ds_tensor", parameter) if to_local is None else to_local()
 
 
 def attributes_of(model: nn.Module) -> dict[str, str]:
