@@ -13,8 +13,6 @@ from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import AESNoise, Noise
-from murmuration.train.noise.chacha import ChaChaNoise
-from murmuration.train.noise.correlated import CorrelatedNoise
 from murmuration.train.noise.prefetch import NoiseAhead
 
 
@@ -26,25 +24,28 @@ class NoiseSource(NamedTuple):
     """Draws it while micro-batches compute; None where the device draws it."""
 
 
-SOURCES: dict[NoiseKind, NoiseSource] = {
-    "aes": NoiseSource(lambda key, plan, _: AESNoise.of(key, plan), AESNoise.of_metric, NoiseAhead),
-    "chacha20": NoiseSource(lambda key, plan, _: ChaChaNoise.of(key, plan), AESNoise.of_metric, None),
-}
-
-
 def source_for(kind: NoiseKind, plan: PrivacyPlan) -> NoiseSource:
     """Refuses a source that does not draw what the plan charges for."""
     if kind not in get_args(NoiseKind):
         raise PlanError(f"noise {kind!r} is none of {', '.join(get_args(NoiseKind))}")
     if (kind == "exact") != (plan.noise.growth > 0):
         raise PlanError("the noise is exact if and only if the plan charges for its grid; make the plan with run.noise")
+    # Each by a file that a run with other noise does not load.
     if kind == "exact":
-        from murmuration.train.noise.exact import ExactNoise  # with tables of its own
+        from murmuration.train.noise.exact import ExactNoise
 
         return NoiseSource(ExactNoise.of, ExactNoise.of_metric, NoiseAhead)
-    return SOURCES[kind]
+    if kind == "chacha20":
+        from murmuration.train.noise.chacha import ChaChaNoise
+
+        return NoiseSource(lambda key, plan, _: ChaChaNoise.of(key, plan), AESNoise.of_metric, None)
+    return NoiseSource(lambda key, plan, _: AESNoise.of(key, plan), AESNoise.of_metric, NoiseAhead)
 
 
 def over_steps(draws: Any, plan: PrivacyPlan, first: int) -> Noise:
     """These draws, combined as the plan says; `first` is the first step of the segment."""
-    return CorrelatedNoise(draws, plan.noise, first) if isinstance(plan.noise, BandedNoise) else draws
+    if not isinstance(plan.noise, BandedNoise):
+        return draws
+    from murmuration.train.noise.correlated import CorrelatedNoise
+
+    return CorrelatedNoise(draws, plan.noise, first)

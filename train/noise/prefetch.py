@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from murmuration.accounting.noise import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.noise.aes import AESNoise, in_chunks
-from murmuration.train.noise.correlated import CorrelatedNoise
+
+if TYPE_CHECKING:
+    from murmuration.train.noise.correlated import CorrelatedNoise
 
 MOST_BYTES = 1 << 30
 
