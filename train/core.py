@@ -27,11 +27,9 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PrivateForward
-from murmuration.train.engines.measures import PASSES
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps, source_for
-from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.optimizers import make_optimizer
@@ -182,6 +180,10 @@ class PrivateCore:
                 noise = self._ahead = ahead(noise, fragments)
         metrics = norm = None
         if self.plan.metrics:
+            # Most plans release nothing but weights.
+            from murmuration.train.engines.measures import PASSES
+            from murmuration.train.noise.metrics import MetricRelease
+
             metrics = MetricRelease(self._derive("metric-noise"), self.plan, self.ranks, self._source.of_metric)
             measured = records.micro_batches
             for metric in metrics.planned:

@@ -14,7 +14,7 @@ Recipes (`run/phase.py`), the library (`library/training.py`), the audit and its
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from torch import nn
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.batch.held_out import marking
 from murmuration.data.batch.loader import Loader, Reader
 from murmuration.data.draw.poisson import Draw
 from murmuration.data.draw.samplers import SHARED_FROM, SharedSampler
@@ -39,7 +38,6 @@ from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
-from murmuration.train.optim.probed_rate import ProbedRate, state_of
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
@@ -47,6 +45,8 @@ from murmuration.train.step import Make, PrivateStep, Records, StepLedger, StepS
 from murmuration.train.storage.saving import Saving
 
 if TYPE_CHECKING:
+    from murmuration.train.config.privacy import LossProbes
+    from murmuration.train.optim.probed_rate import ProbedRate
     from murmuration.train.storage.open_run import OpenRun
 
 
@@ -55,16 +55,22 @@ class PrivatePhase:
         self, plan: PrivacyPlan, model: nn.Module, rule: ClipRule, optimizer: Optimizer | MakeOptimizer, keys: Derive,
         ranks: Ranks, engine: EngineSettings, computation: Computation | None = None, *, number: int = 0,
         begun_after: int = 0, around_clip: Callable[[ClipEngine], ClipEngine] | None = None,
-        around_engine: Callable[[Engine], Engine] | None = None, rate: ProbedRate | None = None,
+        around_engine: Callable[[Engine], Engine] | None = None, probes: LossProbes | None = None,
+        manifest: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """`number`: of the phase within its run. `begun_after`: the step after which the segment of the keys begins.
-        `around_clip`, `around_engine`: what an audit puts around them. `rate`: what the learning rate follows, from
-        probes of the loss along the weights' last move."""
-        self.ranks, self.number, self.rate = ranks, number, rate
+        `around_clip`, `around_engine`: what an audit puts around them. `probes`: of the loss along the weights' last
+        move, which the learning rate follows, from where the `manifest` of the phase's checkpoint left it."""
+        self.ranks, self.number = ranks, number
+        self.rate: ProbedRate | None = None
+        if probes is not None:
+            from murmuration.train.optim.probed_rate import ProbedRate  # few phases probe
+
+            self.rate = ProbedRate.of(probes, plan, manifest)
         self._settings, self._computation = engine, computation or Computation()
         built = clipping_engine(
             model, rule, optimizer, engine, ranks, self._computation, around_clip,
-            keeps_before=rate is not None,
+            keeps_before=probes is not None,
         )  # fmt: skip
         self.clip, self.forward = built.clip, built.forward
         self.engine: Engine = built.engine if around_engine is None else around_engine(built.engine)
@@ -117,8 +123,12 @@ class PrivatePhase:
         sampler, ranks = self.core.sampler(), self.ranks
         if ranks.world > 1 and self.plan.records >= SHARED_FROM:  # the same draws, of which each rank draws a part
             sampler = SharedSampler(sampler, ranks.rank, ranks.world, ranks.gather_apart())
+        if self.plan.held_out:
+            from murmuration.data.batch.held_out import HeldOutReader  # few plans hold records out
+
+            reader = HeldOutReader(reader, self.plan.held_out)
         self.loader = Loader(
-            marking(reader, self.plan.held_out), sampler, ranks.rank, ranks.world, self._settings.micro_batch,
+            reader, sampler, ranks.rank, ranks.world, self._settings.micro_batch,
             last=self.plan.steps, plan=share, device=ranks.device,
         )  # fmt: skip
         self._at_end.callback(self.loader.close)
@@ -193,10 +203,11 @@ class PrivatePhase:
             self.require_whole()
             require()
 
+        def manifest() -> dict[str, Any]:
+            return header() | ({} if self.rate is None else self.rate.state())
+
         copies = self._settings.ranks_per_copy
-        return Saving.of(
-            run, self.number, self.engine, copies, lambda: header() | state_of(self.rate), list_unusable, whole
-        )  # fmt: skip
+        return Saving.of(run, self.number, self.engine, copies, manifest, list_unusable, whole)
 
     def close(self) -> None:
         self._at_end.close()

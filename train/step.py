@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,10 @@ from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_rule
 from murmuration.train.noise.aes import Noise
-from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
+
+if TYPE_CHECKING:
+    from murmuration.train.noise.metrics import MetricRelease
 
 D = TypeVar("D", bound=Ids)
 MicroBatches = Callable[[np.ndarray, int], Iterator[MicroBatch]]

@@ -44,7 +44,3 @@ class HeldOutReader:
 
     def close(self) -> None:
         self._inner.close()
-
-
-def marking(reader: Reader, share: float) -> Reader:
-    return HeldOutReader(reader, share) if share else reader

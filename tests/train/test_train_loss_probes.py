@@ -7,7 +7,6 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from murmuration.train.noise.metrics import MetricRelease
 from murmuration.train.noise.update import NoisyUpdate
 from murmuration.train.optim.probed_rate import RELEASED, ProbedRate
 from murmuration.train.recipe.ready_phase import plan_of_phase
-from murmuration.train.run.phase import probed_rate
 from murmuration.train.step import Records
 from tests.support.step_world import KEYS, METRIC_KEY, Stop, journal_at, read
 from tests.support.train_helpers import NOISE_KEY, alone, on_ranks, plan_for, private_engine, toy_batch
@@ -261,12 +259,11 @@ def test_the_noise_on_a_released_slope_is_the_planned_one() -> None:
 
 def test_what_a_rate_takes_for_noise_is_the_noise_of_what_is_released() -> None:
     """With held-out records, sums are divided by the expected number of the others."""
-    settings = Phase.model_validate(PHASE)
+    privacy = Phase.model_validate(PHASE).privacy
+    assert privacy is not None and privacy.loss_probes is not None
     metrics = (*plan_of(bound=0.1, std=0.8).metrics, HeldOutAccuracy.of(1.0, 0.5))
     for plan in (plan_of(bound=0.1, std=0.8), plan_for(metrics=metrics)):
-        phase: Any = SimpleNamespace(settings=settings)
-        rate = probed_rate(phase, plan)
-        assert rate is not None
+        rate = ProbedRate.of(privacy.loss_probes, plan, None)
         release = MetricRelease(NOISE_KEY, plan, alone())
         drawn = [release.release(step)[RELEASED[0]] for step in range(1, 801)]
         assert abs(np.std(drawn) / rate.slope_noise - 1) < 0.15

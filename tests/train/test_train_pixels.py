@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from webdataset.writer import TarWriter
 
-from murmuration.data.batch.held_out import marking
+from murmuration.data.batch.held_out import HeldOutReader
 from murmuration.data.batch.loader import Loader, PublicOrder
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.batch.shard_reader import ShardReader
@@ -132,7 +132,8 @@ def test_a_phase_computes_on_the_bits_that_the_host_made(
     epochs = PublicEpochs(RECORDS, 6, b"order")
     engine, _, _ = private_engine(alone(), plan_for(), False, build_model(phase.shape, objective))
     with ExitStack() as at_end:
-        loader = _loader(run, phase, marking(reader_of(phase), held_out), PublicOrder(epochs), 4, at_end)
+        reader = HeldOutReader(reader_of(phase), held_out) if held_out else reader_of(phase)
+        loader = _loader(run, phase, reader, PublicOrder(epochs), 4, at_end)
         for step in (1, 2, 3):
             draw, batches = loader.step(step)
             given = list(batches)

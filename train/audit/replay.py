@@ -63,7 +63,7 @@ from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import header
-from murmuration.train.run.phase import probed_rate, trainer_of
+from murmuration.train.run.phase import trainer_of
 from murmuration.train.run.public_mixing import PublicRecords
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
@@ -424,10 +424,11 @@ def _world(
     torch.manual_seed(0)  # both begin from the same weights
     model = build(phase.shape, phase.settings.objective)
     select(model, phase.settings.trainable)
-    rate = probed_rate(phase, plan)
+    assert phase.settings.privacy is not None, "a phase without privacy is not replayed"
     private = PrivatePhase(
         plan, model, rule, phase.settings.optimizer, derive, ranks, EngineSettings("local", config.micro_batch),
-        Computation.of(config.run), number=phase.number, around_engine=SummedEngine, rate=rate,
+        Computation.of(config.run), number=phase.number, around_engine=SummedEngine,
+        probes=phase.settings.privacy.loss_probes,
     )  # fmt: skip
     engine = private.engine
     assert isinstance(engine, SummedEngine)

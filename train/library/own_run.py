@@ -27,7 +27,6 @@ from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.library.records import OwnRecords
 from murmuration.train.library.settings import Settings
 from murmuration.train.library.start import Started
-from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.rows import Batch
@@ -156,7 +155,7 @@ class OwnRun:
         phase = PrivatePhase(
             self.plan, self.model, rule, optimizer, keys, self.ranks, self.engine, settings.computation,
             begun_after=segment.from_step,
-            rate=ProbedRate.of(privacy.loss_probes, self.plan, self.loaded and self.loaded.manifest.get(STATE)),
+            probes=privacy.loss_probes, manifest=self.loaded and self.loaded.manifest,
         )  # fmt: skip
         self.ranks.on_main(lambda: run.remember(self._order))
         return phase

@@ -13,6 +13,7 @@ give. Where nothing can be seen, the rate does nothing that could be seen either
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,25 +70,23 @@ class ProbedRate:
     curvature: Fit = field(default_factory=Fit)
 
     @staticmethod
-    def of(settings: LossProbes | None, plan: PrivacyPlan, state: dict[str, Any] | None) -> ProbedRate | None:
-        """As a phase begins, or with the state of its checkpoint; None without probes."""
-        if settings is None:
-            return None
+    def of(settings: LossProbes, plan: PrivacyPlan, manifest: Mapping[str, Any] | None) -> ProbedRate:
+        """As a phase begins, or as the manifest of its checkpoint says."""
         noise = {metric.name: metric.std / metric.expected(plan.divisor, plan.held_out) for metric in plan.metrics}
         rate = ProbedRate(settings.every, settings.most, SPAN, noise[SLOPE], noise[CURVATURE])
-        if state is not None:
-            rate.restore(state)
+        if manifest is not None and STATE in manifest:
+            rate.restore(manifest)
         return rate
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """As a checkpoint has it."""
+    def restore(self, manifest: Mapping[str, Any]) -> None:
+        state = manifest[STATE]
         self.factor, self.moved = float(state["factor"]), float(state["moved"])
         self.slope, self.curvature = Fit(**state["slope"]), Fit(**state["curvature"])
 
     def state(self) -> dict[str, Any]:
-        return {
-            "factor": self.factor, "moved": self.moved, "slope": asdict(self.slope), "curvature": asdict(self.curvature)
-        }  # fmt: skip
+        """What a checkpoint's manifest says of it."""
+        fits = {"slope": asdict(self.slope), "curvature": asdict(self.curvature)}
+        return {STATE: {"factor": self.factor, "moved": self.moved, **fits}}
 
     def probes(self, step: int) -> bool:
         """Whether a step measures. A public matter: the ledger charges all steps as if they did."""
@@ -112,11 +111,6 @@ class ProbedRate:
         if bends > TRUSTED * self.curvature.doubt(self.curvature_noise):
             return min(most, max(1 / most, falls / bends / self.moved))
         return 1 / most if falls < -TRUSTED * self.slope.doubt(self.slope_noise) else most
-
-
-def state_of(rate: ProbedRate | None) -> dict[str, Any]:
-    """What a checkpoint's manifest says of it."""
-    return {} if rate is None else {STATE: rate.state()}
 
 
 RELEASED = (f"noised_{SLOPE}", f"noised_{CURVATURE}")

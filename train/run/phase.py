@@ -39,7 +39,6 @@ from murmuration.train.engines.forward import PlainForward
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.optimizers import make_optimizer
-from murmuration.train.optim.probed_rate import STATE, ProbedRate
 from murmuration.train.optim.rates import learning_rate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
@@ -95,7 +94,7 @@ def train_privately(
             PrivatePhase(
                 plan, model, rule, settings.optimizer, derive, run.ranks, EngineSettings.of(config),
                 Computation.of(config.run), number=number, begun_after=segment.from_step,
-                rate=probed_rate(phase, plan, own),
+                probes=privacy.loss_probes, manifest=own and own.manifest,
             )
         )  # fmt: skip
         # On the engine as it will train, and before the optimizer has a state that the test could disturb.
@@ -222,13 +221,6 @@ def trainer_of(
         public=settings.data.public,
         spent=Spent(lambda: run.writer.history, config.log_every) if plan else None,
     )  # fmt: skip
-
-
-def probed_rate(phase: ReadyPhase, plan: PrivacyPlan, loaded: Loaded | None = None) -> ProbedRate | None:
-    """As the phase's own checkpoint has it, or as a phase begins; None where learning rates are the schedule's."""
-    if (privacy := phase.settings.privacy) is None:
-        return None
-    return ProbedRate.of(privacy.loss_probes, plan, None if loaded is None else loaded.manifest.get(STATE))
 
 
 # The model of a phase: fresh, from its own checkpoint, or with the weights of the phase before; and what is trained.
