@@ -8,7 +8,6 @@ from murmuration.accounting.certificate.explain import ASSUMPTION
 from murmuration.accounting.certificate.limits import allowed, limits
 from murmuration.accounting.days import stated as stated_days
 from murmuration.accounting.epsilon.accountant import describe, epsilon, round_up, show_delta
-from murmuration.accounting.epsilon.tuning import tuned_epsilon
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.history import History
@@ -136,7 +135,7 @@ def claim_of(history: History, spent: float | None) -> tuple[float | None, str |
     for declared, shown in zip(history.tunings, tunings, strict=True):
         if declared.tuning is None:
             continue
-        shown["epsilon"] = cost = max(tuned_epsilon(events, history.delta(), declared.tuning) for events in tuned)
+        shown["epsilon"] = cost = max(declared.tuning.epsilon(events, history.delta()) for events in tuned)
         claimed = max(claimed, cost)
         basis = f"{basis}; and the run was chosen among several" if basis else "the run was chosen among several"
     return claimed, basis, tunings
@@ -147,7 +146,7 @@ def may_claim(history: History) -> float:
     among several, so may each of these."""
     claimed = max(history.budget(), claim_of(history, history.epsilon())[0] or 0.0)
     charged = [] if history.finished else [each.tuning for each in history.tunings if each.tuning is not None]
-    return max([claimed, *(tuned_epsilon(allowed(history), history.delta(), each) for each in charged)])
+    return max([claimed, *(each.epsilon(allowed(history), history.delta()) for each in charged)])
 
 
 def deviations_of(history: History) -> list[str]:

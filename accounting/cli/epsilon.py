@@ -13,7 +13,7 @@ from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_
 from murmuration.accounting.epsilon.gaussian import participations, unamplified_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events
-from murmuration.accounting.epsilon.tuning import Tuning, tuned_epsilon
+from murmuration.accounting.epsilon.tuning import Tuning
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.plan import parse_delta
@@ -92,7 +92,7 @@ def _asked_beside(
         tuning = Tuning(mean, number, shape == "fixed")
         values |= {
             "best_of": tuning.as_dict(),
-            "epsilon_best_of": (best := tuned_epsilon(events, delta, tuning)),
+            "epsilon_best_of": (best := tuning.epsilon(events, delta)),
         }
         lines.append(f"ε = {round_up(best)} of publishing the best of {arguments.best_of} runs")
     if arguments.cross_check:

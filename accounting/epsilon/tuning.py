@@ -66,6 +66,27 @@ class Tuning:
         shape = math.inf if value["shape"] == "poisson" else float(value["shape"])
         return Tuning(value["mean"], shape, value["fixed"])
 
+    def epsilon(self, events: Sequence[Event], delta: float) -> float:
+        """Of publishing the best of the runs, each of which is `events`."""
+        merged = merge(events)
+        if self.fixed:
+            runs = int(self.mean)
+            return epsilon([replace(event, count=event.count * runs) for event in merged], delta)
+        value = math.inf  # either bound holds by itself, and where one has no answer the other one may
+        with contextlib.suppress(AccountingError):
+            import dp_accounting
+            from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+            run = dp_accounting.ComposedDpEvent(
+                [dp_accounting.SelfComposedDpEvent(dp_event(event), event.count) for event in merged]
+            )
+            value = rdp_epsilon([(RepeatAndSelectDpEvent(run, self.mean, self.shape), 1)], delta)
+        with contextlib.suppress(AccountingError):
+            value = min(value, selected_epsilon(merged, delta, self.mean, self.shape))
+        if not math.isfinite(value):
+            raise AccountingError("the cost of tuning did not converge; use fewer runs or more noise")
+        return value
+
 
 @dataclass(frozen=True)
 class Declared:
@@ -85,26 +106,6 @@ class Declared:
     def from_dict(value: dict[str, Any]) -> Declared:
         runs = value["runs"]
         return Declared(value["statement"], None if runs is None else Tuning.from_dict(runs))
-
-
-def tuned_epsilon(events: Sequence[Event], delta: float, tuning: Tuning) -> float:
-    """Epsilon of publishing the best of the runs, each of which is `events`."""
-    merged = merge(events)
-    if tuning.fixed:
-        runs = int(tuning.mean)
-        return epsilon([replace(event, count=event.count * runs) for event in merged], delta)
-    value = math.inf  # either bound holds by itself, and where one has no answer the other one may
-    with contextlib.suppress(AccountingError):
-        import dp_accounting
-        from dp_accounting.dp_event import RepeatAndSelectDpEvent
-
-        run = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(dp_event(e), e.count) for e in merged])
-        value = rdp_epsilon([(RepeatAndSelectDpEvent(run, tuning.mean, tuning.shape), 1)], delta)
-    with contextlib.suppress(AccountingError):
-        value = min(value, selected_epsilon(merged, delta, tuning.mean, tuning.shape))
-    if not math.isfinite(value):
-        raise AccountingError("the cost of tuning did not converge; use fewer runs or more noise")
-    return value
 
 
 def selected_epsilon(events: Sequence[Event], delta: float, mean: float, shape: float) -> float:

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from murmuration.accounting.adaptive import ROUNDING, NormTrail
 from murmuration.accounting.epsilon.accountant import Accountant, epsilon, merge
-from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.errors import AccountingError, written_before
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import FORMAT, LedgerEntry, LedgerError, Lines
@@ -50,6 +49,9 @@ from murmuration.accounting.ledger.lines import (
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
 from murmuration.accounting.unit import Unit, adjacency_in_words, unit_in_words
+
+if TYPE_CHECKING:
+    from murmuration.accounting.epsilon.tuning import Declared
 
 NOT_AFTER_FINISH = (
     "plan", "nonprivate", "origin", "earlier", "public", "store", "word", "segment", "open", "commit", "finish",

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from murmuration.accounting.epsilon.accountant import affordable_steps
-from murmuration.accounting.epsilon.tuning import Declared, tuned_epsilon
 from murmuration.accounting.errors import NEW_SEGMENT
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import FORMAT, BudgetSpent, Ledger, LedgerEntry, LedgerError
@@ -20,6 +19,9 @@ from murmuration.accounting.ledger.history import History
 from murmuration.accounting.ledger.lines import Origin, PublicLine, PublicUse, RecordDigests, StepLine, StoreLine, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import read
+
+if TYPE_CHECKING:
+    from murmuration.accounting.epsilon.tuning import Declared
 
 
 class Journal:
@@ -168,7 +170,7 @@ class Journal:
     def declare_tuning(self, declared: Declared) -> float | None:
         """Writes it once, before the first step if known then. Returns the epsilon that it makes of the planned run."""
         planned = self.history.planned()
-        cost = tuned_epsilon(planned, self.history.delta(), declared.tuning) if declared.tuning and planned else None
+        cost = declared.tuning.epsilon(planned, self.history.delta()) if declared.tuning and planned else None
         if declared not in self.history.tunings:
             self._append("tuning", **declared.as_dict())
         return cost

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
-from murmuration.accounting.epsilon.tuning import Declared
 from murmuration.accounting.ledger.facts import Charge, CheckpointMark, Segment, StepFacts, StepId
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.strict_json import CLOSED
 from murmuration.accounting.unit import RECORD
+
+if TYPE_CHECKING:
+    from murmuration.accounting.epsilon.tuning import Declared
 
 RecordDigests = Literal["hmac-sha256", "name"]
 KEYED: RecordDigests = "hmac-sha256"
@@ -136,6 +138,8 @@ class TuningLine:
     runs: _Runs | None
 
     def declared(self) -> Declared:
+        from murmuration.accounting.epsilon.tuning import Declared  # few runs were chosen by outputs
+
         return Declared.from_dict(asdict(self))
 
 

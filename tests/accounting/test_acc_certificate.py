@@ -19,7 +19,7 @@ from murmuration.accounting.certificate.signature import signed
 from murmuration.accounting.certificate.verify import CertificateError, verify
 from murmuration.accounting.epsilon.accountant import epsilon, show_delta
 from murmuration.accounting.epsilon.trade_off import of_point
-from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.escaping import printable
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import LedgerError
@@ -237,9 +237,9 @@ def test_one_segment_draws_its_noise_from_one_source(tmp_path: Path) -> None:
 def test_repeat_and_select_lies_between_one_run_and_all_of_them() -> None:
     events = [Event(0.01, 1.0, 200)]
     one = epsilon(events, 1e-6, "rdp")
-    drawn = [tuned_epsilon(events, 1e-6, Tuning(mean, shape)) for mean in (10, 100) for shape in (1.0, math.inf)]
+    drawn = [Tuning(mean, shape).epsilon(events, 1e-6) for mean in (10, 100) for shape in (1.0, math.inf)]
     assert all(one < value < 10 * one for value in drawn)
-    assert tuned_epsilon(events, 1e-6, Tuning(3, fixed=True)) == epsilon([Event(0.01, 1.0, 600)], 1e-6)
+    assert Tuning(3, fixed=True).epsilon(events, 1e-6) == epsilon([Event(0.01, 1.0, 600)], 1e-6)
     assert Tuning.from_dict(Tuning(4, math.inf).as_dict()) == Tuning(4, math.inf)
 
 

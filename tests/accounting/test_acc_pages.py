@@ -35,7 +35,7 @@ from murmuration.accounting.cli.epsilon import SAFE_SPREADS, _cap_note
 from murmuration.accounting.cli.main import main
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.epsilon.trade_off import GRID, TradeOff, of_point
-from murmuration.accounting.epsilon.tuning import Declared, Tuning, tuned_epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning
 from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.history import History
 from murmuration.accounting.metrics import HeldOutAccuracy
@@ -243,7 +243,7 @@ def test_a_run_that_was_chosen_is_explained_by_what_it_may_claim(
     train(journal, range(1, 41))
     journal.ledger.close()
     before = asked(capsys, "explain", str(tmp_path))
-    assert before["epsilon"] >= tuned_epsilon(allowed(History.read(tmp_path / "ledger.jsonl")[0]), PLAN.delta, tuning)
+    assert before["epsilon"] >= tuning.epsilon(allowed(History.read(tmp_path / "ledger.jsonl")[0]), PLAN.delta)
     assert of_point(before["epsilon"], PLAN.delta).best_guess() >= before["best_guess"] > 0.8
     journal = reopen(tmp_path)
     journal.finish()

@@ -23,7 +23,7 @@ from murmuration.accounting.epsilon.loss_lattice import LossLattice, dots
 from murmuration.accounting.epsilon.neighbours import group_epsilon, replacement_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.other_pairs import Group, dominating
-from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon, tuned_epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning, selected_epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
 from murmuration.accounting.event import Event
 from murmuration.accounting.metrics import HeldOutAccuracy, PlannedMetric
@@ -137,7 +137,7 @@ ROWS: list[Row] = [
     ("runs: a part of one", lambda: Tuning(2.5, fixed=True), AccountingError, "must be whole, but is 2.5"),
     *each("runs", tuned, AccountingError, "at least 0, but is", {"mean": 2, "shape": -0.1}, {"mean": 2, "shape": NAN}),
     *each("a declaration of", Declared, AccountingError, "must say in words", "", None, 3),
-    ("runs without a bound", lambda: tuned_epsilon([Event(1.0, 1e-3, 1)], 1e-12, Tuning(1e300)), AccountingError,
+    ("runs without a bound", lambda: Tuning(1e300).epsilon([Event(1.0, 1e-3, 1)], 1e-12), AccountingError,
      "did not converge"),
     *each("runs that no double holds", lambda of: selected_epsilon([Event(1.0, 8.0, 4)], 1e-6, *of), AccountingError,
           "has no bound here", (1e13, 0.0), (10.0, 1e300), (10.0, 1e-9)),

@@ -14,7 +14,7 @@ from scipy.stats import norm
 from murmuration.accounting.epsilon import tuning
 from murmuration.accounting.epsilon.accountant import describe, epsilon
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
-from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon, tuned_epsilon
+from murmuration.accounting.epsilon.tuning import Declared, Tuning, parameter, selected_epsilon
 from murmuration.accounting.event import Event
 from tests.accounting.test_acc_cli import answer, here
 from tests.support.acc_world import CONFIG, DATA, PLAN, begin, document_of, train
@@ -53,7 +53,7 @@ def _delta(orders: np.ndarray, rdp: np.ndarray, epsilon: float) -> float:
 
 @pytest.mark.parametrize(("mean", "shape"), [(3.0, 1.0), (20.0, 1.0), (20.0, 0.0), (20.0, math.inf)])
 def test_a_drawn_number_of_runs_costs_what_the_theorem_says(mean: float, shape: float) -> None:
-    found = tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, Tuning(mean, shape))
+    found = Tuning(mean, shape).epsilon([Event(1.0, SIGMA, STEPS)], DELTA)
     by_deltas = selected_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, mean, shape)
     assert found == pytest.approx(min(by_the_theorem(mean, shape), by_deltas), rel=0.01)
     assert found > epsilon([Event(1.0, SIGMA, STEPS)], DELTA)
@@ -129,15 +129,15 @@ def test_the_parameter_has_the_mean(mean: float, shape: float) -> None:
 
 def test_the_smaller_of_both_bounds_is_charged() -> None:
     events = [Event(0.01, 1.0, 200)]
-    assert tuned_epsilon(events, 1e-6, Tuning(10)) == selected_epsilon(events, 1e-6, 10, 1.0)
+    assert Tuning(10).epsilon(events, 1e-6) == selected_epsilon(events, 1e-6, 10, 1.0)
     many = Tuning(1000.0, math.inf)
-    assert tuned_epsilon(events, 1e-6, many) < selected_epsilon(events, 1e-6, 1000.0, math.inf)
-    assert tuned_epsilon(events, 1e-6, Tuning(1)) == epsilon(events, 1e-6)
+    assert many.epsilon(events, 1e-6) < selected_epsilon(events, 1e-6, 1000.0, math.inf)
+    assert Tuning(1).epsilon(events, 1e-6) == epsilon(events, 1e-6)
 
 
 def test_a_fixed_list_costs_all_of_its_runs_whatever_their_steps_were() -> None:
     events = [Event(0.01, 2.0, 5), Event(0.02, 1.5, 7)]
-    assert tuned_epsilon(events, 1e-6, Tuning(3, fixed=True)) == epsilon(events * 3, 1e-6)
+    assert Tuning(3, fixed=True).epsilon(events, 1e-6) == epsilon(events * 3, 1e-6)
 
 
 @pytest.mark.parametrize("tuning", [Tuning(4, math.inf), Tuning(3, 1.0, True), Tuning(2.5, 0.0)])
@@ -161,7 +161,7 @@ def test_written_and_read_again(tuning: Tuning) -> None:
 )
 def test_the_command_prices_the_best_of_some_runs(words: str, tuning: Tuning) -> None:
     found = answer(f"epsilon --n 1000 --batch 1000 --steps 4 --sigma 8 --delta 1e-6 --best-of {words}")
-    assert found["epsilon_best_of"] == tuned_epsilon([Event(1.0, SIGMA, STEPS)], DELTA, tuning)
+    assert found["epsilon_best_of"] == tuning.epsilon([Event(1.0, SIGMA, STEPS)], DELTA)
 
 
 @pytest.mark.parametrize("words", ["ten", "10,wide", "0.5", "2.5,fixed"])
@@ -186,7 +186,7 @@ def test_runs_that_may_have_used_their_whole_budget_in_a_new_segment_are_charged
     steps = 1
     while epsilon([Event(1.0, 20.0, steps + 1)], 1e-5) <= 4.0:
         steps += 1
-    of_all = tuned_epsilon([Event(1.0, 20.0, steps)], 1e-5, tuning)
+    of_all = tuning.epsilon([Event(1.0, 20.0, steps)], 1e-5)
     assert of_all <= claimed < 1.02 * of_all and claimed > 1.4 * 4.0
 
 
@@ -196,7 +196,7 @@ def test_a_run_that_ended_early_is_charged_for_what_was_planned(tmp_path: Path) 
     train(journal, range(1, 4))
     journal.finish()
     claimed = document_of(journal)["claim"]["epsilon_claimed"]
-    assert claimed == pytest.approx(tuned_epsilon([Event(1.0, 20.0, PLAN.steps)], PLAN.delta, Tuning(10)), abs=1e-4)
+    assert claimed == pytest.approx(Tuning(10).epsilon([Event(1.0, 20.0, PLAN.steps)], PLAN.delta), abs=1e-4)
 
 
 def test_nothing_is_claimed_for_the_best_of_several_with_a_plan_made_after_private_steps(tmp_path: Path) -> None:
