@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from murmuration.accounting.epsilon.allocation import allocated, allocated_below
 from murmuration.accounting.epsilon.composition import MOST_ERROR, Composition
 from murmuration.accounting.epsilon.contour import Contour
 from murmuration.accounting.epsilon.gaussian import gaussian_delta, gaussian_epsilon
@@ -300,12 +299,16 @@ def _above(event: Event, interval: float) -> tuple[LossLattice, LossLattice]:
     if event.cap is not None:
         return _capped(replace(event, count=1))
     if event.slots > 1:
+        from murmuration.accounting.epsilon.allocation import allocated  # most runs draw Poisson samples
+
         return allocated(event.slots, event.sigma, interval)
     return upper(event.rate, event.sigma, interval)
 
 
 def _below(event: Event, interval: float) -> LossLattice:
     if event.slots > 1:
+        from murmuration.accounting.epsilon.allocation import allocated_below
+
         return allocated_below(event.slots, event.sigma, interval)
     return lower(event.rate, event.sigma, interval)
 
