@@ -22,7 +22,6 @@ import torch
 
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch, slots
 from murmuration.data.draw.poisson import Ids, Sampler
-from murmuration.data.index.epochs import Epochs
 
 D = TypeVar("D", bound=Ids)
 HOST = torch.device("cpu")
@@ -59,21 +58,6 @@ class BackgroundSampler(Generic[D]):
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True)
-class PublicDraw:
-    ids: np.ndarray
-
-
-@dataclass(frozen=True)
-class PublicOrder:
-    """Public epochs as a sampler whose steps count from one, as in all trainers."""
-
-    epochs: Epochs
-
-    def draw(self, step: int) -> PublicDraw:
-        return PublicDraw(self.epochs.ids(step - 1))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -56,6 +57,21 @@ class PublicEpochs:
         name = struct.pack("<Q", epoch)
         seed = hashlib.blake2b(name, key=self._key[:64], digest_size=8 * _ROUNDS, person=b"mur-epochs")
         return np.frombuffer(seed.digest(), dtype="<u8")
+
+
+@dataclass(frozen=True)
+class PublicDraw:
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class PublicOrder:
+    """Public epochs as a sampler whose steps count from one, as in all trainers."""
+
+    epochs: Epochs
+
+    def draw(self, step: int) -> PublicDraw:
+        return PublicDraw(self.epochs.ids(step - 1))
 
 
 class Shuffle:

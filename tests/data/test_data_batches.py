@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from murmuration.data.batch.loader import Loader, PublicOrder, iterate
+from murmuration.data.batch.loader import Loader, iterate
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
@@ -24,7 +24,7 @@ from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.data.decode.record import PictureMaker
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch, Normalisation, slots
-from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.index.epochs import PublicEpochs, PublicOrder
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError

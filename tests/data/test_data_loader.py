@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import murmuration.data.batch.loader as loader_module
-from murmuration.data.batch.loader import Loader, PublicOrder
+from murmuration.data.batch.loader import Loader
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.micro_batch import Fetched, MicroBatch, slots
 from murmuration.data.draw.poisson import LANES, PoissonSampler
-from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.index.epochs import PublicEpochs, PublicOrder
 from murmuration.data.index.shard_index import ShardIndex, build
 from murmuration.data.store.place import ShardError
 

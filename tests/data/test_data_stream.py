@@ -13,10 +13,11 @@ import pytest
 import torch
 import webdataset
 
-from murmuration.data.batch.loader import Loader, PublicOrder
+from murmuration.data.batch.loader import Loader
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.draw.stream import PLACES, Lane, StreamEpochs, StreamIndex, lane_placement, portions
+from murmuration.data.index.epochs import PublicOrder
 from murmuration.data.index.public_split import SplitIndex, places_of
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import ShardError, UnreadableError

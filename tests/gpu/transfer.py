@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch.cuda import _sanitizer
 
-from murmuration.data.batch.loader import Loader, PublicDraw
+from murmuration.data.batch.loader import Loader
 from murmuration.data.draw.micro_batch import IMAGES, Fetched, MicroBatch, Normalisation, Pixels
+from murmuration.data.index.epochs import PublicDraw
 
 GPU = torch.device("cuda", 0)
 SIDE = 8

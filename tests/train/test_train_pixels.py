@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from webdataset.writer import TarWriter
 
 from murmuration.data.batch.held_out import HeldOutReader
-from murmuration.data.batch.loader import Loader, PublicOrder
+from murmuration.data.batch.loader import Loader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.decode.record import PictureMaker
 from murmuration.data.draw.micro_batch import EMPTY, IMAGES, MicroBatch, Normalisation
-from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.index.epochs import PublicEpochs, PublicOrder
 from murmuration.data.index.shard_index import build
 from murmuration.data.text.encoder import word_tokenizer
 from murmuration.model.build import build as build_model

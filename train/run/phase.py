@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.facts import Segment
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.batch.loader import Loader, PublicOrder, Reader
+from murmuration.data.batch.loader import Loader, Reader
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, even_width
 from murmuration.data.draw.poisson import Sampler
 from murmuration.data.index.contents import forget_cached, require_contents, shards_of, with_sample
+from murmuration.data.index.epochs import PublicOrder
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import ShardError
 from murmuration.model.build import build

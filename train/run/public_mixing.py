@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.plan import PrivacyPlan
-from murmuration.data.batch.loader import Loader, PublicOrder
+from murmuration.data.batch.loader import Loader
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.draw.micro_batch import MicroBatch, even_width
-from murmuration.data.index.epochs import PublicEpochs
+from murmuration.data.index.epochs import PublicEpochs, PublicOrder
 from murmuration.train.clip.engine import ClipEngine, Precision, autocast
 from murmuration.train.config.phase import Mixing, Phase
 from murmuration.train.distributed.ranks import Ranks
