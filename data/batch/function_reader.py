@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from murmuration.accounting.errors import InputError, RunError
-from murmuration.data.batch.reading_processes import MOST, ReadingProcesses, Take, Told
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.decode import BadRecord, parsing
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 from murmuration.data.draw.poisson import StepKey, by_step
+
+if TYPE_CHECKING:
+    from murmuration.data.batch.reading_processes import ReadingProcesses, Take, Told
 
 Read = Callable[[np.ndarray], Mapping[str, Tensor]]
 """Maps an array with the number of one record to the model's inputs, by name, each with one row, or with one for each
@@ -121,9 +123,12 @@ class FunctionReader:
         at_once = isinstance(read, Table) and read.is_like(self._empty)
         self._table = read if at_once else None
         self._processes: ReadingProcesses | None = None
+        self.in_flight = 1
         if workers and self._table is None:
+            from murmuration.data.batch.reading_processes import MOST, ReadingProcesses  # most programs read by threads
+
             self._processes = ReadingProcesses(self._read_each, self._empty, self._slots.views, workers)
-        self.in_flight = 1 if self._processes is None else MOST * workers
+            self.in_flight = MOST * workers
         self.bad_reasons: dict[int, str] = {}
 
     def fetch(self, ids_row: np.ndarray, step: int) -> Fetched:

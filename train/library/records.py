@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +14,10 @@ from murmuration.accounting.unit import Unit
 from murmuration.data.batch.function_reader import FunctionReader, Read, as_inputs, as_read, is_dataset
 from murmuration.data.batch.slot_rows import SlotRows, UnitReduce
 from murmuration.data.draw.poisson import StepKey
-from murmuration.data.index.unit_table import UnitTable
 from murmuration.train.self_test.probes import SyntheticRecords
+
+if TYPE_CHECKING:
+    from murmuration.data.index.unit_table import UnitTable
 
 Data = Any
 """A torch.utils.data.Dataset or anything with len() and []; or a function `read`, given `records`."""
@@ -54,9 +56,13 @@ class OwnRecords:
         synthetic: Callable[[int, int], dict[str, Tensor]] | None,
     ) -> OwnRecords:  # fmt: skip
         read, n = as_read(data, records, views)
-        table = None if units is None else UnitTable.of_names(units.by, units.of)
-        if units is not None and len(units.of) != n:
-            raise PlanError(f"units.of has {len(units.of)} values for {n} records; give the unit of each record")
+        table = None
+        if units is not None:
+            from murmuration.data.index.unit_table import UnitTable  # the unit is most often a record
+
+            table = UnitTable.of_names(units.by, units.of)
+            if len(units.of) != n:
+                raise PlanError(f"units.of has {len(units.of)} values for {n} records; give the unit of each record")
         if (synthetic is None) == (example is None):
             raise PlanError("the self-test needs to know what records look like; give either synthetic= or example=")
         rows = views * (1 if units is None else units.rows)
