@@ -32,8 +32,7 @@ from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps, source_for
 from murmuration.train.noise.prefetch import NoiseAhead
 from murmuration.train.optim.base import FlatOptimizer
-from murmuration.train.optim.optimizers import make_optimizer
-from murmuration.train.optim.torch_optimizer import MakeOptimizer
+from murmuration.train.optim.torch_optimizer import MakeOptimizer, TorchOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords, largest_that_fits, require_room, too_large
 from murmuration.train.self_test.self_test import SelfTestReport, self_test
 from murmuration.train.step import PrivateStep, Records, StepLedger
@@ -95,7 +94,12 @@ def clipping_engine(
         clip = around_clip(clip)
     # What an audit puts around a clip engine may act on the host, which a recording would leave out.
     forward = PrivateForward(model, clip, graph=computation.cuda_graph == "auto" and around_clip is None)
-    flat = make_optimizer(optimizer, model.named_parameters())
+    if isinstance(optimizer, Optimizer):
+        from murmuration.train.optim.optimizers import make_optimizer  # ours, of which a program's own needs nothing
+
+        flat = make_optimizer(optimizer, model.named_parameters())
+    else:
+        flat = TorchOptimizer([each for each in model.named_parameters() if each[1].requires_grad], optimizer)
     flat.keeps_before = keeps_before
     return ClippingEngine(clip, forward, flat, make(engine, forward, flat, ranks))
 

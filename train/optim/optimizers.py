@@ -1,4 +1,4 @@
-"""The optimizers that a config names, on flat shards, and the choice among them and those of PyTorch.
+"""The optimizers that a config names, on flat shards.
 
 Adam: Kingma and Ba (arXiv 1412.6980); AdamW: Loshchilov and Hutter (1711.05101); LAMB: You et al. (1904.00962),
 algorithm 2; LARS: You et al. (1708.03888), momentum over gradients scaled per parameter. Everything here acts on a
@@ -15,16 +15,11 @@ from torch import Tensor, nn
 
 from murmuration.train.config.optimizer import Optimizer, OptimizerParams
 from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch, policies
-from murmuration.train.optim.torch_optimizer import MakeOptimizer, TorchOptimizer
 
 
-def make_optimizer(
-    settings: Optimizer | MakeOptimizer, parameters: Iterable[tuple[str, nn.Parameter]]
-) -> FlatOptimizer:  # fmt: skip
+def make_optimizer(settings: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> FlatOptimizer:
     """For the trainable parameters."""
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    if not isinstance(settings, Optimizer):
-        return TorchOptimizer(named, settings)
     kind = {"AdamW": AdamW, "LAMB": LAMB, "SGD": SGD, "LARS": LARS}[settings.type]
     return kind(named, policies(settings.params, named), settings.params)
 
