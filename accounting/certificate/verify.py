@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from murmuration.accounting.certificate.attached import Attached, CertificateError, check_attached
-from murmuration.accounting.certificate.composition import SUMS, total
 from murmuration.accounting.certificate.evidence import fault_of as fault_of_audit
 from murmuration.accounting.certificate.evidence import refutations
 from murmuration.accounting.certificate.limits import claimed_events
@@ -305,6 +304,8 @@ def _compare(certificate: dict[str, Any], history: History, entries: Lines) -> f
 
 def _check_composition(certificate: dict[str, Any], history: History, claimed: float) -> None:
     """The numbers must follow from the stated runs and events, which must include this run's own."""
+    from murmuration.accounting.certificate.composition import SUMS, total  # few runs have siblings
+
     stated = certificate["composition"]
     own = {"run": history.run["name"], "id": history.run_id, "epsilon": claimed}
     mine = next((run for run in stated["runs"] if own.items() <= run.items()), None)
