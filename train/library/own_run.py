@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -36,7 +37,9 @@ from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.micro_batch_file import found_once
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
-from murmuration.train.storage.sibling_runs import RunLog
+
+if TYPE_CHECKING:
+    from murmuration.train.storage.sibling_runs import RunLog
 
 PHASE, NAME = 0, "training"
 NUMBERS = (
@@ -73,8 +76,11 @@ class OwnRun:
     ) -> None:  # fmt: skip
         """`model`: the whole module, with the function of its losses."""
         self.settings, self.records, self.begun, self.model, self.ranks = settings, records, begun, model, ranks
-        self.log, self.data = RunLog(()), _digest_of_name(settings.dataset)
+        self.data = _digest_of_name(settings.dataset)
+        self.log: RunLog | None = None
         if settings.registry is not None:
+            from murmuration.train.storage.sibling_runs import RunLog  # with the files of indexes
+
             Path(settings.registry).mkdir(parents=True, exist_ok=True)
             self.log = RunLog.beside(Path(settings.registry))
         folder = RunDir(Path(settings.run_dir))
@@ -196,14 +202,15 @@ class OwnRun:
                 settings.about_data, settings.about_owner,
             )  # fmt: skip
 
+        logs = [] if self.log is None else [self.log]
         return self.ranks.on_main(
             lambda: finish(
-                self.open, [self.log], newest, told, deviations=self._deviations(), keep_key=settings.keep_key
+                self.open, logs, newest, told, deviations=self._deviations(), keep_key=settings.keep_key
             )
-        )
+        )  # fmt: skip
 
     def _deviations(self) -> list[str]:
-        logged = self.log.places and self.log.unknown_to_others(self.open.writer.history.run_id) is None
+        logged = self.log is not None and self.log.unknown_to_others(self.open.writer.history.run_id) is None
         stated = [*DEVIATIONS, LOGGED] if logged else [*DEVIATIONS, NO_LOG, RESTORED]
         stated += [NUMBERS] if self._continued_within() else []
         return stated + ([f"The initial weights are public because: {why}"] if (why := self.begun.why) else [])

@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from murmuration.accounting.certificate import pages
-from murmuration.accounting.certificate.composition import composed, known_runs
 from murmuration.accounting.certificate.evidence import PENDING
 from murmuration.accounting.certificate.signature import fault_of, signed
 from murmuration.accounting.certificate.statement import compose, uncovered
@@ -26,7 +25,9 @@ from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.storage.checkpoint_read import Loaded
 from murmuration.train.storage.open_run import OpenRun
 from murmuration.train.storage.run_dir import RunDir
-from murmuration.train.storage.sibling_runs import RunLog
+
+if TYPE_CHECKING:
+    from murmuration.train.storage.sibling_runs import RunLog
 
 # Where this trainer deviates from the textbook, whatever is trained.
 
@@ -135,8 +136,11 @@ def certify(
         if (claimed := document["claim"]["epsilon_claimed"]) is not None and document["claim"]["private"]:
             for log in logs:
                 log.claim(history.run_id, claimed)
-            if others := known_runs(siblings):
-                document["composition"] = composed(history, entries, claimed, others)
+            if siblings:
+                from murmuration.accounting.certificate.composition import composed, known_runs
+
+                if others := known_runs(siblings):
+                    document["composition"] = composed(history, entries, claimed, others)
         document = completed(run_dir, document, kept())
     pages.write(document, run_dir.root)
     return document
@@ -145,6 +149,8 @@ def certify(
 def retire(root: Path) -> list[str]:
     """Closes the ledger of a run that will not continue, certifies what it spent, destroys its key; says what it did.
     Its trainer's own words, such as which machine it was, are not known here."""
+    from murmuration.train.storage.sibling_runs import RunLog
+
     run_dir = RunDir(root)
     journal = Journal(Ledger.open(run_dir.ledger))
     try:

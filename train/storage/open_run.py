@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from murmuration.accounting import key_chain
 from murmuration.accounting.certificate.signature import public_key
@@ -45,7 +45,9 @@ from murmuration.train.distributed.ranks import Ranks, raised_on_all_ranks
 from murmuration.train.storage.checkpoint import CheckpointError, Checkpoints, Keep, KeptCheckpoint, Loaded
 from murmuration.train.storage.checkpoint_read import ledger_of
 from murmuration.train.storage.run_dir import RunDir, open_private
-from murmuration.train.storage.sibling_runs import RunLog
+
+if TYPE_CHECKING:
+    from murmuration.train.storage.sibling_runs import RunLog
 
 LOCK_WAIT_SECONDS = 60
 PUBLIC_SEGMENT = "public"
@@ -231,16 +233,17 @@ class OpenRun:
         return known.opened > known.begun
 
     def declare(
-        self, phase: int, name: str, make: Callable[[PrivacyPlan | None], PrivacyPlan], log: RunLog, records: str, *,
-        without_noise: Iterable[str] = (), origins: Iterable[Origin] = (),
+        self, phase: int, name: str, make: Callable[[PrivacyPlan | None], PrivacyPlan], log: RunLog | None,
+        records: str, *, without_noise: Iterable[str] = (), origins: Iterable[Origin] = (),
         public: Mapping[PublicUse, str] = MappingProxyType({}), stores: Iterable[str] = (), words: Iterable[Word] = (),
     ) -> PrivacyPlan:  # fmt: skip
         """On the main rank: all that the ledger must know of a private phase before its first step; returns its plan,
         which is frozen there. Plans of later phases are declared then, too: they depend on no output.
 
-        `make`: makes the plan, given the one that the ledger knows. `records`: their digest in the ledger. Of its
-        initial weights: `origins`, the runs that made them, and the digests of what these used `without_noise`.
-        `public`: digests of what else is used without noise. `stores`: the hosts that hold the records.
+        `make`: makes the plan, given the one that the ledger knows. `log`: of all runs on the records, if they have
+        one; `records`: their digest in the ledger. Of its initial weights: `origins`, the runs that made them, and the
+        digests of what these used `without_noise`. `public`: digests of what else is used without noise. `stores`: the
+        hosts that hold the records.
         """
         writer = self.writer
         finished = writer.history.finished
@@ -256,7 +259,8 @@ class OpenRun:
             writer.declare_store(phase, host)
         for word in words:
             writer.declare_word(word)
-        self.enter_log(log, name, plan, records)
+        if log is not None:
+            self.enter_log(log, name, plan, records)
         return plan
 
     def declare_start(self, name: str, without_noise: Iterable[str], origins: Iterable[Origin]) -> None:
