@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.batch.shard_reader import ReadOptions
-from murmuration.data.draw.micro_batch import IMAGES, MicroBatch, Normalisation, Pixels
+from murmuration.data.draw.micro_batch import IMAGES, MicroBatch
+from murmuration.data.draw.normalisation import Normalisation, Pixels
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.local import LocalEngine

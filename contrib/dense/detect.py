@@ -20,7 +20,7 @@ from murmuration.contrib.dense import training as dense
 from murmuration.contrib.dense.coco_objects import Instance, Objects, read_objects
 from murmuration.contrib.dense.training import SCALES, Backbone, DenseSettings
 from murmuration.data.decode.decode import BadRecord, parsing
-from murmuration.data.draw.micro_batch import Normalisation
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.store.place import RecordIndex
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.measures.interval import Estimate, bootstrap

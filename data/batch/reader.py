@@ -23,7 +23,8 @@ from murmuration.data.decode.augment import AREAS, drop_key, mask_noise
 from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.pool import MOST, DecodePool, Verdict, Wanted
 from murmuration.data.decode.record import TARGET, DataSpec, RecordMaker
-from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch, Normalisation, Pixels
+from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
+from murmuration.data.draw.normalisation import Normalisation, Pixels
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex

@@ -1,19 +1,16 @@
-"""A micro-batch: which rows of a draw belong to which rank, and the model's inputs for them.
-
-Pictures wait and travel as bytes, which are a quarter of the same pictures in fp32, and are normalised where the model
-runs. Host and GPU compute x * scale + shift with one rounding after each operation, so their bits agree.
-"""
+"""A micro-batch: which rows of a draw belong to which rank, and the model's inputs for them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD, Channels
+if TYPE_CHECKING:
+    from murmuration.data.draw.normalisation import Pixels
 
 EMPTY = -1
 IMAGES = "images"
@@ -52,68 +49,6 @@ def even_width(total: int, world: int, micro_batch: int) -> int:
     return -(-total // (world * rows))
 
 
-# Pictures as bytes, and what a model sees of them.
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """(x / 255 - mean) / std, in the form that suits uint8 pixels."""
-
-    mean: Channels = IMAGENET_MEAN
-    std: Channels = IMAGENET_STD
-
-    def __post_init__(self) -> None:
-        if not all(deviation > 0 for deviation in self.std):
-            raise ValueError(f"standard deviations {self.std} are not positive")
-
-    @property
-    def scale(self) -> np.ndarray:
-        return (1 / (255 * np.asarray(self.std, dtype=np.float32))).reshape(3, 1, 1)
-
-    @property
-    def shift(self) -> np.ndarray:
-        return (-np.asarray(self.mean, dtype=np.float32) / np.asarray(self.std, dtype=np.float32)).reshape(3, 1, 1)
-
-    def of(self, pixels: Tensor, present: Tensor) -> Tensor:
-        """fp32 [B, 3, H, W] from uint8 [B, H, W, 3] on the same device; exactly zero in rows that hold nothing."""
-        return self._on_host(pixels, present) if pixels.device.type == "cpu" else self._by_kernels(pixels, present)
-
-    def _on_host(self, pixels: Tensor, present: Tensor) -> Tensor:
-        count, height, width, channels = pixels.shape
-        images = torch.zeros(count, channels, height, width)
-        scale, shift, source, target = self.scale, self.shift, pixels.numpy(), images.numpy()
-        # One by one, because a picture fits into the processor's cache and a batch does not; by NumPy, which converts
-        # bytes several times faster than PyTorch does.
-        for row in np.flatnonzero(present.numpy()):
-            np.multiply(source[row].transpose(2, 0, 1), scale, out=target[row], dtype=np.float32)
-            target[row] += shift
-        return images
-
-    def _by_kernels(self, pixels: Tensor, present: Tensor) -> Tensor:
-        scale, shift = _factors(self, pixels.device)
-        there = present.view(-1, 1, 1, 1)
-        nothing = torch.zeros_like(shift)
-        count, height, width, channels = pixels.shape
-        images = torch.empty(count, channels, height, width, device=pixels.device)
-        # Two kernels and no fused one, which would round once.
-        torch.mul(pixels.permute(0, 3, 1, 2), torch.where(there, scale, nothing), out=images)
-        return images.add_(torch.where(there, shift, nothing))
-
-
-@lru_cache(maxsize=16)
-def _factors(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept on the device: copying them for each micro-batch would make the host wait."""
-    return torch.from_numpy(normalisation.scale).to(device), torch.from_numpy(normalisation.shift).to(device)
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """Pictures as they were decoded, uint8 [B, H, W, 3], and what makes the model's input of them."""
-
-    values: Tensor
-    normalisation: Normalisation
-
-
 @dataclass
 class MicroBatch:
     """Model inputs by name, and which of the B slots hold a record.
@@ -144,15 +79,12 @@ class MicroBatch:
         there = self.copied(device)
         if there.pixels is None:
             return there
-        images = there.pixels.normalisation.of(there.pixels.values, there.filled)
-        return MicroBatch({IMAGES: images, **there.inputs}, there.present)
+        return MicroBatch({IMAGES: there.pixels.images(there.filled), **there.inputs}, there.present)
 
     def copied(self, device: torch.device | str) -> MicroBatch:
         """The same on a device, pixels as pixels."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        pixels = self.pixels
-        if pixels is not None:
-            pixels = Pixels(pixels.values.to(device, non_blocking=True), pixels.normalisation)
+        pixels = None if self.pixels is None else self.pixels.to(device)
         return MicroBatch(inputs, self.present.to(device, non_blocking=True), pixels)
 
     def tensors(self) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from murmuration.data.decode.augment import SteadyView, mask_noise
 from murmuration.data.decode.record import PictureMaker
-from murmuration.data.draw.micro_batch import Normalisation
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.library import HEAD

@@ -15,7 +15,7 @@ from murmuration.accounting.certificate.attached import lists_tensors_of
 from murmuration.accounting.certificate.weights import AVERAGED, RENAMED, read_lists
 from murmuration.accounting.errors import RunError
 from murmuration.data.decode.augment import PUBLISHED, SteadyView
-from murmuration.data.draw.micro_batch import Normalisation
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.text.encoder import TextEncoder
 from murmuration.data.text.vocabulary import TokenizerError
 from murmuration.evaluation.errors import EvaluationError

@@ -23,7 +23,8 @@ from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.decode.augment import ResizeCrop
 from murmuration.data.decode.record import PictureMaker
-from murmuration.data.draw.micro_batch import Fetched, MicroBatch, Normalisation, slots
+from murmuration.data.draw.micro_batch import Fetched, MicroBatch, slots
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.index.epochs import PublicEpochs, PublicOrder
 from murmuration.data.index.public_split import SplitIndex
 from murmuration.data.index.shard_index import ShardIndex, build

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from timm.models._hub import save_for_hf
 
-from murmuration.data.draw.micro_batch import Normalisation
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.index.folders import build_folder
 from murmuration.model.weight_files import read_weights
 from murmuration.train.recipe.pixels import IMAGENET

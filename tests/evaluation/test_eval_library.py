@@ -17,7 +17,7 @@ from timm.models._hub import save_for_hf
 from torch import Tensor, nn
 
 from murmuration.data.channels import HALF
-from murmuration.data.draw.micro_batch import Normalisation
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.index.folders import build_folder
 from murmuration.evaluation.errors import EvaluationError
 from murmuration.evaluation.models.library import LibraryClassifier

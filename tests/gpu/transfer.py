@@ -16,7 +16,8 @@ import torch
 from torch.cuda import _sanitizer
 
 from murmuration.data.batch.loader import Loader
-from murmuration.data.draw.micro_batch import IMAGES, Fetched, MicroBatch, Normalisation, Pixels
+from murmuration.data.draw.micro_batch import IMAGES, Fetched, MicroBatch
+from murmuration.data.draw.normalisation import Normalisation, Pixels
 from murmuration.data.index.epochs import PublicDraw
 
 GPU = torch.device("cuda", 0)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.decode.augment import ResizeCrop, SteadyView, choose_view, view_from, view_in_words
-from murmuration.data.draw.micro_batch import Normalisation
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.evaluation.models.subject import Subject
 from murmuration.evaluation.models.weights import Sizes, open_model

@@ -23,7 +23,8 @@ from murmuration.data.batch.reader import BatchReader
 from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.decode.record import PictureMaker
-from murmuration.data.draw.micro_batch import EMPTY, IMAGES, MicroBatch, Normalisation
+from murmuration.data.draw.micro_batch import EMPTY, IMAGES, MicroBatch
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.index.epochs import PublicEpochs, PublicOrder
 from murmuration.data.index.shard_index import build
 from murmuration.data.text.encoder import word_tokenizer

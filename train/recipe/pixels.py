@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from murmuration.accounting.certificate.provenance import KEY as PROVENANCE
 from murmuration.data.channels import HALF, IMAGENET_MEAN, IMAGENET_STD, Channels
 from murmuration.data.decode.augment import PUBLISHED, ResizeCrop, SteadyView, require_known
-from murmuration.data.draw.micro_batch import Normalisation
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.model.load_report import WeightsError
 from murmuration.model.named import LIBRARIES, OF_IMAGES, PREPROCESSOR, PROCESSOR, statistics_of
 from murmuration.model.settings import ModelSettings, NamedPixels, PixelSettings

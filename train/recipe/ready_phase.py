@@ -25,8 +25,8 @@ from murmuration.data.batch.reader import DataSpec
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.resize import DECODER
-from murmuration.data.draw.micro_batch import Normalisation
 from murmuration.data.draw.node_placement import Placement
+from murmuration.data.draw.normalisation import Normalisation
 from murmuration.data.draw.poisson import StepKey
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.keyed_digest import every_ledger_digest, ledger_digest_of, ledger_digests
