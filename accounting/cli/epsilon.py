@@ -9,7 +9,8 @@ from typing import Any
 
 from murmuration.accounting.banded import MOST_BANDS
 from murmuration.accounting.epsilon.accountant import delta_at, describe, epsilon, epsilon_below, round_up, show_delta
-from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
+from murmuration.accounting.epsilon.affordable import calibrate_batch, calibrate_slots, calibrate_steps
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.gaussian import participations, unamplified_epsilon
 from murmuration.accounting.epsilon.opacus_check import opacus_epsilon
 from murmuration.accounting.epsilon.trade_off import of_events

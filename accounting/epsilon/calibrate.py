@@ -1,4 +1,4 @@
-"""Finds the noise, the steps or the batch for a target epsilon: rounded to the safe side and accounted again."""
+"""Finds the noise for a target epsilon: rounded to the safe side and accounted again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from murmuration.accounting.epsilon.accountant import Accountant, epsilon, halve, quick_epsilon, within
-from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.epsilon.accountant import Accountant, epsilon, quick_epsilon, within
+from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.event import Event
-from murmuration.accounting.sampling import MOST_SLOTS, make_sampling, slots_for
 
 DIGITS = 5
 MOST_STEPS = 10**9
@@ -41,62 +40,6 @@ def enlarged(sigma: float, growth: float) -> float:
     return math.ceil(sigma * (1 + growth) * 10**DIGITS) / 10**DIGITS if growth else sigma
 
 
-def calibrate_steps(event: Event, target: float, delta: float, accountant: Accountant = "pld") -> int:
-    """Most steps, or epochs, in the place of the event's own, whose re-accounted epsilon is at most `target`; at least
-    1, or an error."""
-    require_target(target)
-
-    def fits(count: int, by: By) -> bool:
-        return _at_most([replace(event, count=count)], target, delta, by)
-
-    if not fits(1, accountant):
-        raise AccountingError(f"a single step passes epsilon = {target:g}; use more noise or a smaller batch")
-    return _largest(fits, accountant, MOST_STEPS)
-
-
-def calibrate_batch(
-    records: int, sigma: float, steps: int, target: float, delta: float, accountant: Accountant = "pld", bands: int = 1
-) -> int:
-    """Largest whole expected batch whose re-accounted epsilon is at most `target`; at least 1, or an error."""
-    require_target(target)
-
-    def fits(batch: int, by: By) -> bool:
-        sampling = make_sampling("poisson", records, batch, steps, bands)
-        return _at_most([sampling.event(sigma, sampling.turns(steps))], target, delta, by)
-
-    if not fits(1, accountant):
-        raise AccountingError(f"even an expected batch of 1 passes epsilon = {target:g}; use more noise or fewer steps")
-    return _largest(fits, accountant, records // bands)
-
-
-def calibrate_slots(
-    records: int, sigma: float, steps: int, target: float, delta: float, accountant: Accountant = "pld"
-) -> int:
-    """Fewest steps of an epoch of random allocation, which is the largest batch, whose re-accounted epsilon is at most
-    `target`; or an error. An epoch must be one that `slots_for` cuts so many steps into."""
-    require_target(target)
-    if steps > MOST_SLOTS:
-        raise AccountingError(f"a batch is looked for in up to {MOST_SLOTS:,} steps, not {steps:,}; give one instead")
-
-    def fits(epochs: int, by: By) -> bool:
-        slots = -(-steps // epochs)
-        return _at_most([Event(1 / slots, sigma, -(-steps // slots), slots=slots)], target, delta, by)
-
-    def cut_into(slots: int) -> bool:
-        try:
-            return slots_for(records, records / slots, steps) == slots
-        except PlanError:
-            return False
-
-    if not fits(1, accountant):
-        raise AccountingError(
-            f"even one epoch of all {steps} steps passes epsilon = {target:g}; use more noise or more steps"
-        )
-    fewest = -(-steps // _largest(fits, accountant, steps))
-    # Not every number of steps is one that a batch of whole records cuts epochs into.
-    return next(slots for slots in range(fewest, steps + 1) if cut_into(slots))
-
-
 def require_target(target: float) -> None:
     if not (math.isfinite(target) and target > 0):
         raise AccountingError(f"the target epsilon must be finite and positive, but is {target}")
@@ -107,16 +50,8 @@ def require_target(target: float) -> None:
         )
 
 
-def _spent(events: list[Event], delta: float, by: By) -> float:
+def spent_by(events: list[Event], delta: float, by: By) -> float:
     return quick_epsilon(events, delta) if by == "quick" else epsilon(events, delta, by)
-
-
-def _at_most(events: list[Event], target: float, delta: float, by: By) -> bool:
-    """If an accountant gives no answer, the events count as too expensive: the safe side of a search."""
-    try:
-        return within(_spent(events, delta, by), target)
-    except AccountingError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -134,7 +69,7 @@ class _SigmaLadder:
     def excess(self, ticks: int, by: By) -> float:
         """Log ratio to the target: nearly linear in log sigma, so that interpolation lands close."""
         try:
-            spent = _spent([replace(self.event, sigma=self.sigma(ticks))], self.delta, by)
+            spent = spent_by([replace(self.event, sigma=self.sigma(ticks))], self.delta, by)
         except AccountingError:
             # Accountants stop converging where there is far too little noise: that is over the budget.
             if ticks > 50 * 10**self.digits:
@@ -220,20 +155,3 @@ def _interpolated(low: _Probe, high: _Probe, ladder: _SigmaLadder, by: By) -> in
         else:
             high, pulled_low, pulled_high = middle, 0, pulled_high + 1
     return high.ticks
-
-
-def _largest(fits: Callable[[int, By], bool], accountant: Accountant, most: int) -> int:
-    """Largest number in [1, most] that fits, given that 1 does; a quick upper bound narrows the search for PLD."""
-    known = 1
-    searches: tuple[By, ...] = ("quick", "pld") if accountant == "pld" else (accountant,)
-    # The quick bound is never below the true one, so what fits by it fits: the dear search starts where it ends.
-    for by in searches:
-        stride = known if by == "quick" else max(1, known >> 12)
-        low, high = known, min(most, known + stride)
-        while high > low and fits(high, by):
-            stride *= 2
-            low, high = high, min(most, high + stride)
-        known = halve(lambda value, by=by: fits(value, by), low, high)
-        if not fits(known, accountant):  # the accountant gave no answer where the quick bound did
-            known = 1
-    return known

@@ -13,8 +13,9 @@ from scipy.special import ndtr
 from scipy.stats import norm
 
 from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon, epsilon_below, quick_epsilon
+from murmuration.accounting.epsilon.affordable import calibrate_slots
 from murmuration.accounting.epsilon.allocation import _connected, _Mean, _merged, allocated, allocated_below
-from murmuration.accounting.epsilon.calibrate import calibrate_sigma, calibrate_slots
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import Composition
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, gaussian_dots

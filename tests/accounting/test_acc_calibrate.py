@@ -9,7 +9,8 @@ import pytest
 
 from murmuration.accounting.epsilon import calibrate
 from murmuration.accounting.epsilon.accountant import MARGIN, affordable_steps, epsilon, quick_epsilon
-from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_steps
+from murmuration.accounting.epsilon.affordable import calibrate_batch, calibrate_steps
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.errors import AccountingError
 from murmuration.accounting.event import Event
 from murmuration.accounting.sampling import RATE_DENOMINATOR, threshold_for

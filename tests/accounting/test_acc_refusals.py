@@ -14,9 +14,10 @@ from murmuration.accounting.adaptive import AdaptiveError, AdaptiveRule
 from murmuration.accounting.banded import BandedNoise, best_banded
 from murmuration.accounting.epsilon import tuning
 from murmuration.accounting.epsilon.accountant import delta_at, deltas_at, epsilon
+from murmuration.accounting.epsilon.affordable import calibrate_batch, calibrate_slots, calibrate_steps
 from murmuration.accounting.epsilon.audit_bound import AuditError, epsilon_bound, numbers_of_guesses, p_value
 from murmuration.accounting.epsilon.audit_evidence import collect
-from murmuration.accounting.epsilon.calibrate import calibrate_batch, calibrate_sigma, calibrate_slots, calibrate_steps
+from murmuration.accounting.epsilon.calibrate import calibrate_sigma
 from murmuration.accounting.epsilon.composition import Composition, NotConverged
 from murmuration.accounting.epsilon.gaussian import gaussian_epsilon
 from murmuration.accounting.epsilon.loss_lattice import LossLattice, dots
