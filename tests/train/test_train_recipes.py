@@ -23,8 +23,7 @@ from murmuration.model.build import build
 from murmuration.train.commands.dry_run import as_text, meaning
 from murmuration.train.config.load import load
 from murmuration.train.config.optimizer import Optimizer
-from murmuration.train.optim.base import policies
-from murmuration.train.optim.optimizers import make_optimizer
+from murmuration.train.optim.optimizers import make_optimizer, policies
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from murmuration.train.recipe.ready_phase import plan_of_phase, planned_epsilon, resolve_shape, with_steps

@@ -59,7 +59,8 @@ from murmuration.train.core import Computation
 from murmuration.train.distributed.ranks import Ranks, by_copy
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.distributed.stop import StopRequest
-from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround, evaluating
+from murmuration.train.engines.around import EngineAround
+from murmuration.train.engines.base import AppliedUpdate, Engine, evaluating
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps

@@ -85,45 +85,6 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class EngineAround:
-    """Base of engines that do one thing differently: everything else is forwarded to the inner engine."""
-
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
-        self.device, self.model, self.shapes = inner.device, inner.model, inner.shapes
-        self.trainable_elements, self.partitioned = inner.trainable_elements, inner.partitioned
-
-    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
-        self.inner.accumulate(batch, rule)
-
-    def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
-        return self.inner.update(update, learning_rate)
-
-    def discard(self) -> None:
-        self.inner.discard()
-
-    def observe(self) -> Observation:
-        return self.inner.observe()
-
-    def shards(self) -> list[OptimizerShard]:
-        return self.inner.shards()
-
-    def optimizer_step(self) -> int:
-        return self.inner.optimizer_step()
-
-    def set_optimizer_step(self, step: int) -> None:
-        self.inner.set_optimizer_step(step)
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        return self.inner.whole_weights()
-
-    def plain_model(self) -> nn.Module | None:
-        return self.inner.plain_model()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 # Hashes of tensors, for checking whether two are identical bit for bit.
 
 

@@ -11,15 +11,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.config.optimizer import OptimizerParams, ParameterRule
 from murmuration.train.distributed.shards import Fragment, whole_parameters
 
-# Turns the config's rules into a policy for each parameter, by its name, before sharding hides it.
+Layout = Mapping[int, tuple[Tensor, Sequence[Fragment]]]
+Add = Callable[[Tensor], Tensor]
+
+AVERAGE, BEFORE = "weights_ema", "weights_before"
+# Elements processed at a time: bounds the memory of intermediate results and keeps them in a CPU's cache.
+CHUNK = {"cpu": 1 << 15}
+CHUNK_ON_DEVICES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -29,38 +33,6 @@ class Policy:
     learning_rate: float
     weight_decay: float
     trust_ratio: bool
-
-
-def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Policy]:
-    """A rule that matches no parameter is refused: it must be a typing error."""
-    named = list(parameters)
-    for number, rule in enumerate(params.rules):
-        if not any(fnmatchcase(name, rule.parameters) for name, _ in named):
-            raise ValueError(
-                f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; names look like "
-                f"{named[0][0]!r}"
-            )
-    return {
-        name: _policy(params, [rule for rule in params.rules if fnmatchcase(name, rule.parameters)])
-        for name, _ in named
-    }
-
-
-def _policy(params: OptimizerParams, rules: list[ParameterRule]) -> Policy:
-    factor = 1.0
-    for rule in rules:
-        factor *= rule.learning_rate
-    decays, adapts = all(rule.weight_decay for rule in rules), all(rule.trust_ratio for rule in rules)
-    return Policy(factor, params.weight_decay if decays else 0.0, adapts)
-
-
-Layout = Mapping[int, tuple[Tensor, Sequence[Fragment]]]
-Add = Callable[[Tensor], Tensor]
-
-AVERAGE, BEFORE = "weights_ema", "weights_before"
-# Elements processed at a time: bounds the memory of intermediate results and keeps them in a CPU's cache.
-CHUNK = {"cpu": 1 << 15}
-CHUNK_ON_DEVICES = 1 << 24
 
 
 class OptimizerError(RuntimeError):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.config.optimizer import Optimizer, OptimizerParams
-from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch, policies
+from murmuration.train.config.optimizer import Optimizer, OptimizerParams, ParameterRule
+from murmuration.train.optim.base import Flat, FlatOptimizer, Policy, Stretch
 
 
 def make_optimizer(settings: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> FlatOptimizer:
@@ -22,6 +23,32 @@ def make_optimizer(settings: Optimizer, parameters: Iterable[tuple[str, nn.Param
     named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     kind = {"AdamW": AdamW, "LAMB": LAMB, "SGD": SGD, "LARS": LARS}[settings.type]
     return kind(named, policies(settings.params, named), settings.params)
+
+
+# The config's rules become a policy for each parameter, by its name, before sharding hides it.
+
+
+def policies(params: OptimizerParams, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Policy]:
+    """A rule that matches no parameter is refused: it must be a typing error."""
+    named = list(parameters)
+    for number, rule in enumerate(params.rules):
+        if not any(fnmatchcase(name, rule.parameters) for name, _ in named):
+            raise ValueError(
+                f"optimizer.params.rules.{number} ({rule.parameters!r}) fits no trained parameter; names look like "
+                f"{named[0][0]!r}"
+            )
+    return {
+        name: _policy(params, [rule for rule in params.rules if fnmatchcase(name, rule.parameters)])
+        for name, _ in named
+    }
+
+
+def _policy(params: OptimizerParams, rules: list[ParameterRule]) -> Policy:
+    factor = 1.0
+    for rule in rules:
+        factor *= rule.learning_rate
+    decays, adapts = all(rule.weight_decay for rule in rules), all(rule.trust_ratio for rule in rules)
+    return Policy(factor, params.weight_decay if decays else 0.0, adapts)
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], None]

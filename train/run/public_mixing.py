@@ -28,7 +28,8 @@ from murmuration.train.clip.engine import ClipEngine, Precision, autocast
 from murmuration.train.config.phase import Mixing, Phase
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.engines.base import AppliedUpdate, Engine, EngineAround
+from murmuration.train.engines.around import EngineAround
+from murmuration.train.engines.base import AppliedUpdate, Engine
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update, UpdateError
 from murmuration.train.public.evaluation import PublicEvaluator
