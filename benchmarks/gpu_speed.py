@@ -26,9 +26,9 @@ from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.engines.local import LocalEngine
 from murmuration.train.engines.micro_batch_graph import WARM_UPS, CudaRecorder
-from murmuration.train.noise.aes import AESNoise, Noise
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.chacha import ChaChaNoise
-from murmuration.train.noise.update import NoisyUpdate
+from murmuration.train.noise.update import Noise, NoisyUpdate
 
 MICRO_BATCHES = (32, 64, 128, 256, 512)
 PROFILED, SHOWN = 128, 40

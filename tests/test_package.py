@@ -97,6 +97,19 @@ def test_a_program_of_ones_own_trains_and_its_certificate_verifies(installed: Pa
     assert "the certificate agrees" in said
 
 
+IMPORTS = """
+import sys, murmuration.train.step
+assert len(files := [name for name in sys.modules if name.startswith("murmuration.")]) <= 36, files
+murmuration.PrivateTraining
+slow = {"dp_accounting", "scipy.stats", "sympy", "tensorboard", "torch._dynamo", "torch.distributed.tensor"}
+assert not slow & sys.modules.keys(), slow & sys.modules.keys()
+"""
+
+
+def test_a_step_imports_what_an_auditor_reads_and_the_library_waits_for_pytorch_alone() -> None:
+    run(sys.executable, "-c", IMPORTS, cwd=ROOT)
+
+
 def test_every_command_explains_itself(installed: Path, tmp_path: Path) -> None:
     murmuration = installed / "bin" / "murmuration"
     listed = [line.split()[0] for line in run(murmuration, cwd=tmp_path).splitlines() if line.startswith("  ")]

@@ -28,9 +28,9 @@ from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings, make_engine
 from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.noise.adaptive_norm import AdaptiveNorm
-from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps, source_for
 from murmuration.train.noise.prefetch import NoiseAhead
+from murmuration.train.noise.update import Noise
 from murmuration.train.optim.base import FlatOptimizer
 from murmuration.train.optim.torch_optimizer import MakeOptimizer, TorchOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords, largest_that_fits, require_room, too_large

@@ -14,19 +14,22 @@ Recipes (`run/phase.py`), the library (`library/training.py`), the audit and its
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Loader, Reader
+from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.poisson import Draw
 from murmuration.data.draw.samplers import SHARED_FROM, SharedSampler
+from murmuration.data.store.place import UnreadableError
 from murmuration.train.clip.bookkeeping import BookKeepingClip
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.rule import ClipRule
@@ -37,11 +40,11 @@ from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings
-from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.update import Noise
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
-from murmuration.train.step import Make, PrivateStep, Records, StepLedger, StepSummary
+from murmuration.train.step import Make, MicroBatches, PrivateStep, Records, StepLedger, StepSummary
 from murmuration.train.storage.saving import Saving
 
 if TYPE_CHECKING:
@@ -144,7 +147,7 @@ class PrivatePhase:
         audit's own. `after`: what belongs to a step before its weights may be seen."""
         if records is None:
             assert self.loader is not None, "feed() comes first"
-            records = Records(self.loader.draw, self.loader.micro_batches).until_unreadable(stop)
+            records = Records(self.loader.draw, until_unreadable(self.loader.micro_batches, stop))
         self._at_end.callback(self.core.close)
         self.made = self.core.step(
             self.number, journal, records, stop, stepping=mixing, first_norm=first_norm, noise=noise,
@@ -230,3 +233,20 @@ def probed(make: Make, rate: ProbedRate) -> Make:
         return summary
 
     return made
+
+
+def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBatches:
+    """The same micro-batches, but one that cannot be read is replaced by an empty one and a request to stop.
+
+    Steps look for such requests before they use a micro-batch. So all ranks leave the open step and the run is saved;
+    otherwise they would wait for the rank that failed.
+    """
+
+    def guarded(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
+        try:
+            yield from micro_batches(ids, step)
+        except UnreadableError as error:
+            stop.ask(f"records that cannot be read: {error}")
+            yield MicroBatch({}, torch.zeros(0, dtype=torch.bool))
+
+    return guarded

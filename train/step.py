@@ -18,14 +18,12 @@ from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.ledger.facts import ClippingFact, NoiseFact, SamplingFact, StepFacts
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.poisson import Draw, Ids
-from murmuration.data.store.place import UnreadableError
 from murmuration.train.clip.engine import ClipEngine, Observation
 from murmuration.train.distributed.ranks import Ranks, results_of_all
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.noise.adaptive_norm import RELEASED, AdaptiveNorm, next_rule
-from murmuration.train.noise.aes import Noise
-from murmuration.train.noise.update import NoisyUpdate, PlainUpdate
+from murmuration.train.noise.update import Noise, NoisyUpdate, PlainUpdate
 
 if TYPE_CHECKING:
     from murmuration.train.noise.metrics import MetricRelease
@@ -40,26 +38,6 @@ class Records(Generic[D]):
 
     draw: Callable[[int], D]
     micro_batches: MicroBatches
-
-    def until_unreadable(self, stop: StopRequest) -> Records[D]:
-        return Records(self.draw, until_unreadable(self.micro_batches, stop))
-
-
-def until_unreadable(micro_batches: MicroBatches, stop: StopRequest) -> MicroBatches:
-    """The same micro-batches, but one that cannot be read is replaced by an empty one and a request to stop.
-
-    Steps look for such requests before they use a micro-batch. So all ranks leave the open step and the run is saved;
-    otherwise they would wait for the rank that failed.
-    """
-
-    def guarded(ids: np.ndarray, step: int) -> Iterator[MicroBatch]:
-        try:
-            yield from micro_batches(ids, step)
-        except UnreadableError as error:
-            stop.ask(f"records that cannot be read: {error}")
-            yield MicroBatch({}, torch.zeros(0, dtype=torch.bool))
-
-    return guarded
 
 
 class StepLedger(Protocol):

@@ -21,10 +21,10 @@ from murmuration.data.synthetic.index import shape_samples, write_shards
 from murmuration.train.config.load import load
 from murmuration.train.config.root import Config
 from murmuration.train.distributed.stop import Stopped, StopRequest
+from murmuration.train.private_phase import until_unreadable
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.read_options import agree, public_epochs, rank_plan, with_stream_order
 from murmuration.train.recipe.ready_phase import ReadyPhase, RecipeError, prepare
-from murmuration.train.step import until_unreadable
 from tests.support.range_server import RangeServer, serving
 from tests.support.train_helpers import Disagreement, on_ranks
 

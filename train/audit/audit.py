@@ -62,9 +62,8 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.around import EngineAround
 from murmuration.train.engines.base import AppliedUpdate, Engine, evaluating
 from murmuration.train.engines.choose import EngineSettings
-from murmuration.train.noise.aes import Noise
 from murmuration.train.noise.choose import over_steps
-from murmuration.train.noise.update import Update
+from murmuration.train.noise.update import Noise, Update
 from murmuration.train.optim.rates import learning_rate
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch

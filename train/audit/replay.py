@@ -57,8 +57,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.around import EngineAround
 from murmuration.train.engines.base import AppliedUpdate, Engine
 from murmuration.train.engines.choose import EngineSettings
-from murmuration.train.noise.aes import Noise
-from murmuration.train.noise.update import Update
+from murmuration.train.noise.update import Noise, Update
 from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_phase
 from murmuration.train.run.board import Board, Pace

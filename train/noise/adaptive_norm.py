@@ -10,7 +10,7 @@ from murmuration.accounting.adaptive import METRIC
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.clip.rule import ClipError, ClipRule
-from murmuration.train.noise.aes import Noise
+from murmuration.train.noise.update import Noise
 
 RELEASED = f"noised_{METRIC}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from murmuration.accounting.metrics import PlannedMetric
-from murmuration.accounting.noise import CorrelationFact
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.train.distributed.shards import Fragment
@@ -29,44 +28,6 @@ BLOCK_BYTES = 16  # one AES block: two 64-bit uniforms, hence two normals
 CHUNK_BLOCKS = 1 << 14
 NOISE_CHUNK = 1 << 20
 """Elements yielded at a time, so that the noise of a large embedding is never in memory as a whole."""
-
-
-class Noise(Protocol):
-    """N(0, std²) for every element of the clipped sum; the sum is then divided by the constant."""
-
-    @property
-    def std(self) -> float: ...
-
-    def at(self, std: float) -> Noise:
-        """The same draws with another standard deviation, for a step whose clipping norm is not the first one."""
-        ...
-
-    @property
-    def divisor(self) -> float: ...
-
-    @property
-    def generator(self) -> str:
-        """The source of the random bits, as recorded in the ledger."""
-        ...
-
-    @property
-    def grid(self) -> float:
-        """The grid of exact noise, which is counted in multiples of it; 0 for noise that is added as it is."""
-        ...
-
-    def correlation(self, step: int) -> CorrelationFact | None:
-        """How draws of several steps make this step's noise; None if it is one draw."""
-        ...
-
-    def prepare(self, step: int) -> None:
-        """Announces that this step's noise is needed next: it may be drawn in advance."""
-        ...
-
-    def chunks(
-        self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
-    ) -> Iterator[tuple[Fragment, Tensor]]:
-        """The fragments in order, split where they are long, each with its noise on the device."""
-        ...
 
 
 class AESNoise:

@@ -12,8 +12,9 @@ from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.draw.poisson import StepKey
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import AESNoise, Noise
+from murmuration.train.noise.aes import AESNoise
 from murmuration.train.noise.prefetch import NoiseAhead
+from murmuration.train.noise.update import Noise
 
 
 class NoiseSource(NamedTuple):

@@ -10,7 +10,7 @@ until they are added; what is then divided and rounded to fp32 is already privat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -18,11 +18,49 @@ from torch import Tensor
 
 from murmuration.accounting.errors import SELF_TEST_FAILED, RunError
 from murmuration.accounting.ledger.facts import NoiseFact
+from murmuration.accounting.noise import CorrelationFact
 from murmuration.train.distributed.shards import Fragment
-from murmuration.train.noise.aes import Noise
 
 # In grid steps; leaves room for the noise in 64 bits.
 FURTHEST = 2.0**62
+
+
+class Noise(Protocol):
+    """N(0, std²) for every element of the clipped sum; the sum is then divided by the constant."""
+
+    @property
+    def std(self) -> float: ...
+
+    def at(self, std: float) -> Noise:
+        """The same draws with another standard deviation, for a step whose clipping norm is not the first one."""
+        ...
+
+    @property
+    def divisor(self) -> float: ...
+
+    @property
+    def generator(self) -> str:
+        """The source of the random bits, as recorded in the ledger."""
+        ...
+
+    @property
+    def grid(self) -> float:
+        """The grid of exact noise, which is counted in multiples of it; 0 for noise that is added as it is."""
+        ...
+
+    def correlation(self, step: int) -> CorrelationFact | None:
+        """How draws of several steps make this step's noise; None if it is one draw."""
+        ...
+
+    def prepare(self, step: int) -> None:
+        """Announces that this step's noise is needed next: it may be drawn in advance."""
+        ...
+
+    def chunks(
+        self, step: int, fragments: Sequence[Fragment], device: torch.device, dtype: torch.dtype = torch.float64
+    ) -> Iterator[tuple[Fragment, Tensor]]:
+        """The fragments in order, split where they are long, each with its noise on the device."""
+        ...
 
 
 class UpdateError(RunError, RuntimeError):

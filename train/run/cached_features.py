@@ -29,9 +29,9 @@ from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.ranks import Ranks, on_all
 from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.engines.base import bytes_of, evaluating
+from murmuration.train.private_phase import until_unreadable
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.context import RunContext
-from murmuration.train.step import until_unreadable
 from murmuration.train.storage.feature_store import BAD, PRESENT, FeatureFolder, FeatureRows, RowWriter, settled
 
 MOST_AT_ONCE = {"cpu": 4, "cuda": 128}

@@ -41,7 +41,7 @@ from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import BEFORE
 from murmuration.train.optim.optimizers import make_optimizer
 from murmuration.train.optim.rates import learning_rate
-from murmuration.train.private_phase import PrivatePhase
+from murmuration.train.private_phase import PrivatePhase, until_unreadable
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.recipe.pixels import IMAGENET, in_words
 from murmuration.train.recipe.read_options import public_epochs, rank_plan, reading_options, with_stream_order
@@ -142,7 +142,7 @@ def train_publicly(run: RunContext, phase: ReadyPhase, model: nn.Module, loaded:
         if phase.placement is None:  # otherwise a node's share of a batch varies
             width = even_width(epochs.batch, ranks.world, width)
         loader = _loader(run, phase, reader, PublicOrder(epochs), width, at_end)
-        records = Records(loader.draw, loader.micro_batches).until_unreadable(run.stop)
+        records = Records(loader.draw, until_unreadable(loader.micro_batches, run.stop))
         step = PlainStep(records, epochs.batch, engine, ranks, run.stop)
         _restore(loaded, resumed, engine, settings.optimizer.carry)
         watching = PublicRecords.of(run, phase, engine, derive, stored=held_out)

@@ -27,8 +27,7 @@ from murmuration.train.clip.engine import ClipEngine, Clipped, clipped_totals
 from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.distributed.ranks import Ranks, by_copy
 from murmuration.train.engines.base import Engine, digests_of, evaluating
-from murmuration.train.noise.aes import Noise
-from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, UpdateError
+from murmuration.train.noise.update import Noise, NoisyUpdate, PlainUpdate, UpdateError
 from murmuration.train.self_test.held import Held
 from murmuration.train.self_test.probes import Capture, Push, SyntheticRecords, arrived_evenly
 
