@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from murmuration.accounting.errors import InputError, RunError
 from murmuration.data.batch.slot_rows import SlotRows
-from murmuration.data.decode.decode import BadRecord, parsing
+from murmuration.data.decode.decode import BadRecord, parsing  # with it, Pillow's warnings reach no console
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
 from murmuration.data.draw.poisson import StepKey, by_step
 

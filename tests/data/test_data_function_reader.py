@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from murmuration.data.decode.decode import BadRecord
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE
 from murmuration.data.index.unit_table import UnitTable
 
+ROOT = Path(__file__).resolve().parents[2]
 LIKE = {"x": torch.ones(4, 2), "y": torch.ones(4)}
 BAD = {3: "torn", 6: "empty"}
 
@@ -327,3 +331,16 @@ def test_a_row_that_cannot_be_copied_is_that_records_fault(workers: int) -> None
 
 def test_no_rows_are_taken_one_by_one() -> None:
     assert Table.of(Subset(_in_memory(), np.array([], dtype=np.int64))) is None  # pyright: ignore[reportArgumentType]
+
+
+def test_what_pillow_warns_of_in_a_programs_own_pictures_reaches_no_console_and_a_bomb_is_an_error() -> None:
+    """The console is a public sink, and such a warning describes a record. In a process of its own: pytest has filters
+    of its own."""
+    script = (
+        "import warnings, murmuration.train.library.training; from PIL import Image\n"
+        "warnings.warn_explicit('Corrupt EXIF data', UserWarning, 'TiffImagePlugin.py', 1, 'PIL.TiffImagePlugin')\n"
+        "try: warnings.warn('too many pixels', Image.DecompressionBombWarning)\n"
+        "except Image.DecompressionBombWarning: print('refused')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.stdout, done.stderr) == ("refused\n", "")

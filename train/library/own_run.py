@@ -77,6 +77,8 @@ class OwnRun:
         """`model`: the whole module, with the function of its losses."""
         self.settings, self.records, self.begun, self.model, self.ranks = settings, records, begun, model, ranks
         self.data = _digest_of_name(settings.dataset)
+        self.engine = EngineSettings(settings.engine, 1, settings.zero, settings.shard_over)
+        self.trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         self.log: RunLog | None = None
         if settings.registry is not None:
             from murmuration.train.storage.sibling_runs import RunLog  # with the files of indexes
@@ -121,8 +123,7 @@ class OwnRun:
             without_noise=() if weights is None else weights.without_noise,
             origins=() if weights is None else weights.origins, words=("keep_key",) if settings.keep_key else (),
         )  # fmt: skip
-        trained = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
-        if (warning := drowned(plan, trained, settings.privacy.noise_multiplier is None)) is not None:
+        if (warning := drowned(plan, self.trained, settings.privacy.noise_multiplier is None)) is not None:
             run.say(f"warning: {warning}")
         if first and not run.writer.history.finished and (names := sorted(begun.unexplained)):
             run.say(
@@ -157,9 +158,9 @@ class OwnRun:
         )
         keys = run.derive(PHASE, segment, self.done)
         self.read_key = keys("augmentation")
-        self.engine = EngineSettings(settings.engine, micro_batch, settings.zero, settings.shard_over)
         phase = PrivatePhase(
-            self.plan, self.model, rule, optimizer, keys, self.ranks, self.engine, settings.computation,
+            self.plan, self.model, rule, optimizer, keys, self.ranks,
+            replace(self.engine, micro_batch=micro_batch), settings.computation,
             begun_after=segment.from_step,
             probes=privacy.loss_probes, manifest=self.loaded and self.loaded.manifest,
         )  # fmt: skip
@@ -171,10 +172,9 @@ class OwnRun:
         trial = self.model, rule, computation, self.records.synthetic
         if self.ranks.device.type == "cuda":
             return largest_micro_batch(*trial, max(1, math.ceil(self.plan.divisor / world)), self.ranks)
-        trained = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
-        gradients = 0.0 if computation.clip_engine == "book-keeping" else 4.0 * trained
+        gradients = 0.0 if computation.clip_engine == "book-keeping" else 4.0 * self.trained
         kept = max(self.ranks.gather(kept_of_record(*trial)))  # one number for all, even if hosts differ
-        return Batch.drawn(self.plan).on_processors(world, kept + gradients, trained)
+        return Batch.drawn(self.plan).on_processors(world, kept + gradients, self.trained)
 
     @property
     def _order(self) -> str | None:
@@ -196,9 +196,8 @@ class OwnRun:
 
         def told() -> Told:
             trained = sum(each.numel() for each in self.begun.model.parameters())
-            engine = EngineSettings(settings.engine, 1, settings.zero, settings.shard_over)
             return Told(
-                f"{type(self.begun.model).__qualname__}, {trained:,} parameters", engine, {NAME: self.data},
+                f"{type(self.begun.model).__qualname__}, {trained:,} parameters", self.engine, {NAME: self.data},
                 settings.about_data, settings.about_owner,
             )  # fmt: skip
 
