@@ -24,7 +24,7 @@ from murmuration.data.decode.decode import BadRecord
 from murmuration.data.decode.pool import MOST, DecodePool, Verdict, Wanted
 from murmuration.data.decode.record import TARGET, DataSpec, RecordMaker
 from murmuration.data.draw.micro_batch import EMPTY, ROW_SHARE, Fetched, MicroBatch
-from murmuration.data.draw.normalisation import Normalisation, Pixels
+from murmuration.data.draw.normalisation import Normalisation, Pixels, zeros
 from murmuration.data.draw.poisson import StepKey, by_step
 from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import RecordIndex
@@ -42,20 +42,20 @@ class _Rows:
     def __init__(self, slots: int, rows: int, spec: DataSpec, text_length: int, pinned: bool) -> None:
         count = slots * rows
 
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+        def held(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else zeros(shape, dtype)
 
         self.tensors = {
-            "pixels": zeros(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
-            "tokens": zeros(count, text_length, dtype=torch.int64),
-            "labels": zeros(len(spec.labels), count, dtype=torch.int64),
-            "listed": zeros(count, spec.classes if spec.listed is not None else 0, dtype=torch.bool),
-            "right": zeros(count, spec.right_classes, dtype=torch.bool),
-            "noise": zeros(count, spec.mask_patches, dtype=torch.float32),
-            "drop_keys": zeros(count, dtype=torch.int64),
-            "weights": zeros(count, dtype=torch.float32),
-            "shares": zeros(count, dtype=torch.float32),
-            "present": zeros(slots, dtype=torch.bool),
+            "pixels": held(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
+            "tokens": held(count, text_length, dtype=torch.int64),
+            "labels": held(len(spec.labels), count, dtype=torch.int64),
+            "listed": held(count, spec.classes if spec.listed is not None else 0, dtype=torch.bool),
+            "right": held(count, spec.right_classes, dtype=torch.bool),
+            "noise": held(count, spec.mask_patches, dtype=torch.float32),
+            "drop_keys": held(count, dtype=torch.int64),
+            "weights": held(count, dtype=torch.float32),
+            "shares": held(count, dtype=torch.float32),
+            "present": held(slots, dtype=torch.bool),
         }
         self._arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
 

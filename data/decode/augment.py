@@ -86,17 +86,18 @@ class View:
         left, top, right, bottom = self.box
         return math.ceil(min(width, height) * size / min(right - left, bottom - top))
 
-    def render(self, image: Image.Image, size: int, shrunk: int = 1, margin: tuple[int, int] = (0, 0)) -> np.ndarray:
-        """uint8 [size, size, 3]. `image` may be the whole one at 1/`shrunk`, with `margin` full pixels before it on the
-        left and at the top."""
+    def render(self, pixels: np.ndarray, size: int, shrunk: int = 1, margin: tuple[int, int] = (0, 0)) -> np.ndarray:
+        """uint8 [size, size, 3]. `pixels` may be the whole image at 1/`shrunk`, with `margin` full pixels before it on
+        the left and at the top."""
         if self.resized is not None and self.resized[0] * self.resized[1] <= MOST_RESIZED:
             wide, high, left, top = self.resized
-            whole = image.resize((wide, high), Image.Resampling.BICUBIC)
+            whole = Image.fromarray(pixels).resize((wide, high), Image.Resampling.BICUBIC)
             return np.asarray(whole.crop((left, top, left + size, top + size)))
+        height, width = pixels.shape[:2]
         left, top, right, bottom = ((side + margin[at % 2]) / shrunk for at, side in enumerate(self.box))
-        box = (left, top, min(right, image.width), min(bottom, image.height))
-        whole = box == (0, 0, size, size) == (0, 0, *image.size)
-        out = np.asarray(image) if whole else resized(image, box, (size, size))
+        box = (left, top, min(right, width), min(bottom, height))
+        whole = box == (0, 0, size, size) == (0, 0, width, height)
+        out = pixels if whole else resized(pixels, box, (size, size))
         if not self.flip:
             return out
         mirrored = np.empty_like(out)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class PictureMaker:
         """uint8 of `shape`; raises BadRecord for bytes that are not a usable image."""
         key = self.key_of(step)
 
+        @cache
         def views(width: int, height: int) -> list[View]:
             chosen = (self.augment, width, height, self.size, key, step, record)
             return [choose_view(*chosen, view) for view in range(self.views)]
@@ -69,7 +71,7 @@ class PictureMaker:
         with parsing("the image cannot be cut to its view"):
             wanted = views(found.width, found.height)
             rendered = {  # without random crops, all views are one
-                view: view.render(found.image, self.size, found.shrunk, found.margin) for view in set(wanted)
+                view: view.render(found.pixels, self.size, found.shrunk, found.margin) for view in set(wanted)
             }
             return rendered[wanted[0]] if self.views == 1 else np.stack([rendered[view] for view in wanted])
 

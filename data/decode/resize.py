@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import numpy as np
 from PIL import Image, features
@@ -21,20 +22,20 @@ except ImportError:
 
 DECODER = ", ".join(
     [f"Pillow {Image.__version__}", f"libjpeg-turbo {features.version_feature('libjpeg_turbo')}"]
-    + ([] if simd is None else [f"cykooz-resizer {version('cykooz-resizer')}"])
+    + [f"{name} {version(name)}" for name in ("simplejpeg", "cykooz-resizer") if find_spec(name.replace("-", "_"))]
 )  # fmt: skip
 """What makes pixels of bytes, with versions."""
 
 
-def resized(image: Image.Image, box: tuple[float, float, float, float], size: tuple[int, int]) -> np.ndarray:
-    """uint8 [height, width, 3] of the box (left, top, right, bottom) of an RGB image, whose sides need not be whole.
-    `size` is (width, height)."""
+def resized(pixels: np.ndarray, box: tuple[float, float, float, float], size: tuple[int, int]) -> np.ndarray:
+    """uint8 [height, width, 3] of the box (left, top, right, bottom) of an image like it, whose sides need not be
+    whole. `size` is (width, height)."""
     left, top = math.floor(box[0]), math.floor(box[1])
-    part = image.crop((left, top, math.ceil(box[2]), math.ceil(box[3])))
+    part = pixels[top : math.ceil(box[3]), left : math.ceil(box[2])]
     box = (box[0] - left, box[1] - top, box[2] - left, box[3] - top)
     if simd is None:
-        return np.asarray(part.resize(size, Image.Resampling.BICUBIC, box=box))
-    source = simd.ImageData(*part.size, simd.PixelType.U8x3, part.tobytes())
+        return np.asarray(Image.fromarray(part).resize(size, Image.Resampling.BICUBIC, box=box))
+    source = simd.ImageData(part.shape[1], part.shape[0], simd.PixelType.U8x3, part.tobytes())
     target = simd.ImageData(*size, simd.PixelType.U8x3)
     cut = simd.CropBox(box[0], box[1], box[2] - box[0], box[3] - box[1])
     cubic = simd.ResizeAlg.convolution(simd.FilterType.catmull_rom)

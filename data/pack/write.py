@@ -70,13 +70,14 @@ class _Shrinker(RecordMaker):
 
     def make(self, members: Mapping[str, bytes], record: int, step: int, key: bytes, into: np.void) -> bool:
         raw = members["jpg"]
-        image = decode_scaled(raw, lambda _width, _height: None).image
-        shorter = min(image.size)
+        found = decode_scaled(raw, lambda _width, _height: None)
+        size = (found.width, found.height)
+        shorter = min(size)
         into["bytes"] = 0
         if shorter > self.side:
             with parsing("the image cannot be shrunk"):
-                width, height = (round(self.side * side / shorter) for side in image.size)
-                file = _file(resized(image, (0, 0, *image.size), (width, height)), raw)
+                width, height = (round(self.side * side / shorter) for side in size)
+                file = _file(resized(found.pixels, (0, 0, *size), (width, height)), raw)
                 into["file"][: len(file)] = np.frombuffer(file, np.uint8)
                 into["bytes"] = len(file)
         return True

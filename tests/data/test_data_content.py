@@ -10,6 +10,7 @@ import sys
 import warnings
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from PIL import Image
 from scipy import stats
 from torchvision.transforms import CenterCrop, InterpolationMode, RandomResizedCrop, Resize
 
+from murmuration.data.decode import decode as decode_module
 from murmuration.data.decode.augment import KINDS, AugmentKind, ResizeCrop, Uniforms, choose_view, mask_noise
-from murmuration.data.decode.decode import BadRecord, decode
+from murmuration.data.decode.decode import BadRecord, decode, decode_scaled
 from murmuration.data.decode.record import PictureMaker
 from murmuration.data.index.epochs import PublicEpochs
 from murmuration.data.text.encoder import TextEncoder, word_tokenizer
@@ -36,6 +38,13 @@ def _file(image: Image.Image, form: str, **options) -> bytes:
     out = io.BytesIO()
     image.save(out, form, **options)
     return out.getvalue()
+
+
+def _smooth(width: int, height: int) -> Image.Image:
+    """Long waves in every direction: they survive any sound way of shrinking, and betray a shift of a pixel."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    waves = [np.sin(x / 54 + 1.3), np.cos(y / 66), np.sin((x + y) / 90)]
+    return Image.fromarray((127 + 100 * np.stack(waves, -1)).astype(np.uint8))
 
 
 def test_sixteen_bit_grey_is_scaled_not_saturated() -> None:
@@ -104,6 +113,57 @@ def test_hostile_bytes_raise_only_bad_record(junk: bytes, at: int, form: str) ->
         assert pixels.ndim == 3 and pixels.shape[2] == 3
 
 
+def _both(data: bytes, at_least: int | None, patched: pytest.MonkeyPatch) -> tuple[object, object]:
+    """What is made of a file, and what Pillow alone makes of it."""
+
+    def told() -> object:
+        try:
+            found = decode_scaled(data, lambda _width, _height: at_least)
+        except BadRecord as bad:
+            return str(bad)
+        return found.pixels.shape, found.pixels.tobytes(), found.width, found.height, found.shrunk, found.margin
+
+    mine = told()
+    with patched.context() as without:
+        without.setattr(decode_module, "simplejpeg", None)
+        return mine, told()
+
+
+_TURNED = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+
+
+@pytest.mark.parametrize(("mode", "options", "ordinary"), [
+    ("RGB", {"subsampling": 0}, True), ("RGB", {"subsampling": 1}, True), ("RGB", {"subsampling": 2}, True),
+    ("RGB", {"progressive": True}, True), ("RGB", {"restart_marker_rows": 1}, True), ("L", {}, True),
+    ("RGB", {"icc_profile": b"\xff\xda\xff\xe1" * 9}, True), ("RGB", {"exif": b"Exif\0\0II*\0garbage"}, False),
+    ("RGB", {"xmp": _TURNED}, False), ("RGB", {"keep_rgb": True}, False), ("CMYK", {}, False),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [(64, 48), (131, 97), (1, 9)])
+def test_jpegs_have_the_pixels_that_pillow_gives_them(
+    mode: str, options: dict[str, Any], ordinary: bool, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("simplejpeg")
+    data = _file(_smooth(*size).convert(mode), "JPEG", quality=85, **options)
+    assert (decode_module._ordinary_jpeg(data, lambda *_: None) is not None) == ordinary
+    for at_least in (None, 1, 6, 12, 24, 48, 400):
+        mine, theirs = _both(data, at_least, monkeypatch)
+        assert mine == theirs and not isinstance(mine, str)
+
+
+@given(st.integers(0, 1_200), st.binary(min_size=1, max_size=4), st.integers(1, 900), st.none() | st.integers(1, 13))
+@settings(deadline=None, max_examples=300)
+def test_damaged_jpegs_are_judged_as_pillow_judges_them(at: int, put: bytes, cut: int, at_least: int | None) -> None:
+    pytest.importorskip("simplejpeg")
+    noise = np.random.default_rng(0).integers(0, 256, (27, 29, 3), dtype=np.uint8)
+    data = _file(Image.fromarray(noise), "JPEG", quality=75, restart_marker_rows=1)
+    assert len(data) > 1_200
+    data = data[:at] + put + data[at + len(put) :]
+    with pytest.MonkeyPatch.context() as patched:
+        for candidate in (data, data[:-cut], data[:at] + data[at + len(put) :]):
+            mine, theirs = _both(candidate, at_least, patched)
+            assert mine == theirs
+
+
 def test_memory_errors_are_no_bad_records(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_args: object, **_kwargs: object) -> None:
         raise MemoryError
@@ -116,7 +176,7 @@ def test_memory_errors_are_no_bad_records(monkeypatch: pytest.MonkeyPatch) -> No
 def augment(pixels: np.ndarray, kind: AugmentKind, size: int, key: bytes, step: int, record: int) -> np.ndarray:
     """The view of a picture that is decoded in full."""
     height, width = pixels.shape[:2]
-    return choose_view(kind, width, height, size, key, step, record).render(Image.fromarray(pixels), size)
+    return choose_view(kind, width, height, size, key, step, record).render(pixels, size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -299,13 +359,6 @@ def test_a_thread_of_a_picture_is_not_resized_as_a_whole() -> None:
     found = PictureMaker(64, ResizeCrop()).make(data, 0, 0)
     assert found.shape == (64, 64, 3)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000, "kilobytes"
-
-
-def _smooth(width: int, height: int) -> Image.Image:
-    """Long waves in every direction: they survive any sound way of shrinking, and betray a shift of a pixel."""
-    x, y = np.meshgrid(np.arange(width), np.arange(height))
-    waves = [np.sin(x / 54 + 1.3), np.cos(y / 66), np.sin((x + y) / 90)]
-    return Image.fromarray((127 + 100 * np.stack(waves, -1)).astype(np.uint8))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -14,12 +14,14 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import webdataset
+from hypothesis import given
+from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from murmuration.data.batch.shard_reader import ShardReader
@@ -30,6 +32,7 @@ from murmuration.data.index.folders import FolderIndex, build_folder
 from murmuration.data.index.open import open_index
 from murmuration.data.index.scan import _Window, scan
 from murmuration.data.index.shard_index import ShardIndex, build
+from murmuration.data.store import tar
 from murmuration.data.store.place import ShardError
 from murmuration.data.store.tar import BLOCK, LONGEST_EXTENSION, split_name, walk
 from murmuration.train.storage.feature_store import HEADER, FeatureFolder
@@ -135,6 +138,17 @@ def test_forged_headers_are_refused_with_their_place(tmp_path: Path, what: str) 
 def test_a_path_prefix_with_its_mark_is_one(tmp_path: Path, mark: bytes) -> None:
     (tmp_path / "a.tar").write_bytes(prefixed(mark) + member(b"b.jpg") + END)
     assert build(tmp_path).records == 2
+
+
+@given(st.binary(min_size=512, max_size=512) | st.integers(0, 255).map(lambda byte: bytes([byte]) * 512), st.data())
+def test_the_checksum_of_a_header_is_the_sum_of_its_bytes(block: bytes, data: st.DataObject) -> None:
+    total = sum(block) - sum(block[148:156]) + 8 * 32
+    off = data.draw(st.sampled_from([1, -1, 255, 256, 65_520, 65_521, -65_521, 65_536]))
+    for told in (total, total + off):
+        if told >= 0:
+            right = block[:148] + b"%06o\0 " % told + block[156:]
+            with nullcontext() if told == total else pytest.raises(ShardError, match="checksum"):
+                tar._check_sum(right, 0, "a shard")
 
 
 def test_base_256_sizes_are_read(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from murmuration.data.batch.shard_reader import ShardReader
 from murmuration.data.channels import IMAGENET_MEAN, IMAGENET_STD
 from murmuration.data.decode.record import PictureMaker
 from murmuration.data.draw.micro_batch import EMPTY, IMAGES, MicroBatch
-from murmuration.data.draw.normalisation import Normalisation
+from murmuration.data.draw.normalisation import Normalisation, zeros
 from murmuration.data.index.epochs import PublicEpochs, PublicOrder
 from murmuration.data.index.shard_index import build
 from murmuration.data.text.encoder import word_tokenizer
@@ -216,6 +216,15 @@ def test_the_kernels_of_a_gpu_compute_the_host_s_bits() -> None:
         host, device = normalisation._on_host(pixels, present), normalisation._by_kernels(pixels, present)
         assert host.numpy().tobytes() == device.numpy().tobytes() and device.is_contiguous()
         assert not host[2].any() and host[[0, 1, 3]].flatten(1).unique(dim=0).shape[0] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (5,), (7, 3, 30, 30), (16, 3, 224, 224)])
+def test_memory_for_batches_is_as_pytorch_s_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Where memory begins may decide which kernel adds in which order."""
+    made, theirs = zeros(shape, dtype), torch.zeros(shape, dtype=dtype)
+    assert torch.equal(made, theirs) and made.dtype == dtype and made.stride() == theirs.stride()
+    assert made.data_ptr() % 64 == 0 and made.is_contiguous()
 
 
 def test_a_quarter_of_the_bytes_is_sent(ready: Callable[[str], ReadyPhase]) -> None:

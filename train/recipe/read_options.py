@@ -43,7 +43,8 @@ def agree(phases: list[ReadyPhase], ranks: Ranks) -> list[ReadyPhase]:
 
     Equal draws are not enough: if the same numbers meant different shards on two ranks, both could read one record.
     """
-    ranks.require_same("what makes pixels of pictures (Pillow and cykooz-resizer, with their versions)", DECODER)
+    made_by = "what makes pixels of pictures (Pillow, simplejpeg and cykooz-resizer, with their versions)"
+    ranks.require_same(made_by, DECODER)
     for phase in phases:
         seen = f"{phase.index.manifest_digest} {phase.index.excluded_digest}"
         if phase.units is not None:

@@ -217,8 +217,8 @@ class OpenRun:
         if known and self.new_segment is None and reason == "the config changed":
             raise LedgerError(
                 f"phase {name!r} was configured differently when it began, other records were excluded, or another "
-                "version of Pillow or cykooz-resizer made its pictures; restore these, or declare the change with "
-                f"{NEW_SEGMENT} (all opened steps stay charged)"
+                "version of Pillow, simplejpeg or cykooz-resizer made its pictures; restore these, or declare the "
+                f"change with {NEW_SEGMENT} (all opened steps stay charged)"
             )
         salt = "debug" if self.key.debug else None
         return self.writer.begin_segment(phase, config_digest, manifest_digest, done, self.new_segment or reason, salt)
