@@ -140,7 +140,7 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
     for _ in range(turns):
         found["webdataset"].append(one_turn(streaming, records))
         found["ours"].append(one_turn(poisson, records))
-    own = trainer_alone(reader, index, turns, records)
+    own, normalising = trainer_alone(reader, index, turns, records)
     ratios = [ours[0] / theirs[0] for ours, theirs in zip(found["ours"], found["webdataset"], strict=True)]
     cpu = {name: statistics.median(turn[1] for turn in each) for name, each in found.items()}
     reader.close()
@@ -149,6 +149,7 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
         "samples_per_second": {name: statistics.median(turn[0] for turn in each) for name, each in found.items()},
         "cpu_ms_per_sample": cpu,
         "trainer_cpu_ms_without_normalising": own,
+        "normalising_cpu_ms": normalising,
         "samples_per_second_of_a_core": {name: 1000 / spent for name, spent in cpu.items()},
         "ratio_of_throughput": statistics.median(ratios),
         "ratio_of_cpu": cpu["webdataset"] / cpu["ours"],
@@ -156,17 +157,23 @@ def compare(index: ShardIndex, workers: int, turns: int, records: int) -> dict[s
     }
 
 
-def trainer_alone(reader: BatchReader, index: ShardIndex, turns: int, records: int) -> float:
-    """Milliseconds of this process per record, up to pixels as bytes: what feeding a GPU takes of a rank's trainer."""
+def trainer_alone(reader: BatchReader, index: ShardIndex, turns: int, records: int) -> tuple[float, float]:
+    """Milliseconds of this process per record, up to pixels as bytes: what feeding a GPU takes of a rank's trainer. And
+    those of normalising, which a GPU does itself."""
     rng = np.random.default_rng(0)
-    spent = []
+    fetching, normalising = [], []
     for turn in range(turns):
         rows = np.sort(rng.choice(index.records, (max(1, records // BATCH), BATCH)))
-        burnt = time.process_time()
+        spent = [0.0, 0.0]
         for row in rows:
-            reader.fetch(row, turn)
-        spent.append(1000 * (time.process_time() - burnt) / rows.size)
-    return statistics.median(spent)
+            began = time.process_time()
+            batch = reader.fetch(row, turn).batch
+            fetched = time.process_time()
+            batch.to(HOST)
+            spent = [spent[0] + fetched - began, spent[1] + time.process_time() - fetched]
+        fetching.append(1000 * spent[0] / rows.size)
+        normalising.append(1000 * spent[1] / rows.size)
+    return statistics.median(fetching), statistics.median(normalising)
 
 
 def shrunk(folder: Path, side: int, workers: int, turns: int, records: int) -> dict[str, Any]:
