@@ -24,12 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import simplejpeg
 from PIL import Image, UnidentifiedImageError, WebPImagePlugin
-
-try:
-    import simplejpeg
-except ImportError:  # then Pillow decodes them all
-    simplejpeg = None
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # a short list: every further parser is attack surface
 SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")  # of image members, in order of preference
@@ -149,7 +145,7 @@ def _decoded(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded
 
 def _ordinary_jpeg(data: bytes, at_least: Callable[[int, int], int | None]) -> Decoded | None:
     """None for what is left to Pillow: any other image, and any JPEG that is unusual or not perfect."""
-    if simplejpeg is None or not _surely_upright(data):
+    if not _surely_upright(data):
         return None
     try:
         tall, wide, colours, _ = simplejpeg.decode_jpeg_header(data)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from importlib.metadata import version
-from importlib.util import find_spec
 
 import numpy as np
 from PIL import Image, features
@@ -21,8 +20,11 @@ except ImportError:
     simd = None
 
 DECODER = ", ".join(
-    [f"Pillow {Image.__version__}", f"libjpeg-turbo {features.version_feature('libjpeg_turbo')}"]
-    + [f"{name} {version(name)}" for name in ("simplejpeg", "cykooz-resizer") if find_spec(name.replace("-", "_"))]
+    [
+        f"Pillow {Image.__version__}", f"libjpeg-turbo {features.version_feature('libjpeg_turbo')}",
+        f"simplejpeg {version('simplejpeg')}",
+    ]
+    + ([] if simd is None else [f"cykooz-resizer {version('cykooz-resizer')}"])
 )  # fmt: skip
 """What makes pixels of bytes, with versions."""
 
