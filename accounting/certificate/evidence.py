@@ -34,7 +34,7 @@ def fault_of(audit: dict[str, Any]) -> str | None:
     found = audit["one_run"]
     if not found["made"]:
         return None
-    # With SciPy's distributions, which take most of a second: few runs are audited.
+    # Imports SciPy's distributions, which is slow; few runs are audited.
     from murmuration.accounting.epsilon.audit_bound import ACCUSED, epsilon_bound, p_value
 
     level = (1 - found["confidence"]) / found["looks"]

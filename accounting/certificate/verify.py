@@ -218,7 +218,7 @@ def _check_statements(run_dir: Path, certificate: dict[str, Any], history: Histo
     """Statements about withdrawn records are signed or not: they must follow from ledger and certificate."""
     if not (paths := sorted(run_dir.glob("statement-*.json"))):
         return
-    from murmuration.accounting.certificate import withdrawal  # of few runs anything was withdrawn
+    from murmuration.accounting.certificate import withdrawal  # few runs have any
 
     for path in paths:
         try:

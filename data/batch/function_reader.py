@@ -125,7 +125,7 @@ class FunctionReader:
         self._processes: ReadingProcesses | None = None
         self.in_flight = 1
         if workers and self._table is None:
-            from murmuration.data.batch.reading_processes import MOST, ReadingProcesses  # most programs read by threads
+            from murmuration.data.batch.reading_processes import MOST, ReadingProcesses  # by default a thread reads
 
             self._processes = ReadingProcesses(self._read_each, self._empty, self._slots.views, workers)
             self.in_flight = MOST * workers

@@ -42,20 +42,20 @@ class _Rows:
     def __init__(self, slots: int, rows: int, spec: DataSpec, text_length: int, pinned: bool) -> None:
         count = slots * rows
 
-        def held(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        def zeroed(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else zeros(shape, dtype)
 
         self.tensors = {
-            "pixels": held(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
-            "tokens": held(count, text_length, dtype=torch.int64),
-            "labels": held(len(spec.labels), count, dtype=torch.int64),
-            "listed": held(count, spec.classes if spec.listed is not None else 0, dtype=torch.bool),
-            "right": held(count, spec.right_classes, dtype=torch.bool),
-            "noise": held(count, spec.mask_patches, dtype=torch.float32),
-            "drop_keys": held(count, dtype=torch.int64),
-            "weights": held(count, dtype=torch.float32),
-            "shares": held(count, dtype=torch.float32),
-            "present": held(slots, dtype=torch.bool),
+            "pixels": zeroed(count, spec.image_size, spec.image_size, 3, dtype=torch.uint8),
+            "tokens": zeroed(count, text_length, dtype=torch.int64),
+            "labels": zeroed(len(spec.labels), count, dtype=torch.int64),
+            "listed": zeroed(count, spec.classes if spec.listed is not None else 0, dtype=torch.bool),
+            "right": zeroed(count, spec.right_classes, dtype=torch.bool),
+            "noise": zeroed(count, spec.mask_patches, dtype=torch.float32),
+            "drop_keys": zeroed(count, dtype=torch.int64),
+            "weights": zeroed(count, dtype=torch.float32),
+            "shares": zeroed(count, dtype=torch.float32),
+            "present": zeroed(slots, dtype=torch.bool),
         }
         self._arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
 

@@ -206,8 +206,8 @@ def _name(header: _Header, extension: _Extension | None) -> str:
 
 
 def _check_sum(header: bytes, at: int, what: str) -> None:
-    # The lower half of Adler's checksum is one plus the sum, modulo a number that 256 bytes do not reach; sum() takes
-    # eight times as long.
+    # The lower half of Adler's checksum is one plus the sum of the bytes, modulo a number that 256 bytes do not reach.
+    # It is far quicker than sum().
     first, second = zlib.adler32(header[:256]) & 0xFFFF, zlib.adler32(header[256:]) & 0xFFFF
     if _number(header[148:156]) == first + second - 2 - sum(header[148:156]) + 8 * 32:
         return

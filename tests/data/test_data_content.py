@@ -162,6 +162,16 @@ def test_damaged_jpegs_are_judged_as_pillow_judges_them(at: int, put: bytes, cut
             assert mine == theirs
 
 
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_a_picture_of_too_many_pixels_is_not_decoded(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _file(_smooth(64, 48), form)
+    monkeypatch.setattr(decode_module, "MAX_PIXELS", 64 * 48)
+    assert decode(data, 6).shape[2] == 3
+    monkeypatch.setattr(decode_module, "MAX_PIXELS", 64 * 48 - 1)
+    with pytest.raises(BadRecord, match="has more than 3071 pixels"):
+        decode(data, 6)  # not even shrunk
+
+
 def test_memory_errors_are_no_bad_records(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_args: object, **_kwargs: object) -> None:
         raise MemoryError

@@ -81,7 +81,7 @@ class OwnRun:
         self.trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         self.log: RunLog | None = None
         if settings.registry is not None:
-            from murmuration.train.storage.sibling_runs import RunLog  # with the files of indexes
+            from murmuration.train.storage.sibling_runs import RunLog  # imports the files of indexes
 
             Path(settings.registry).mkdir(parents=True, exist_ok=True)
             self.log = RunLog.beside(Path(settings.registry))
@@ -203,10 +203,8 @@ class OwnRun:
 
         logs = [] if self.log is None else [self.log]
         return self.ranks.on_main(
-            lambda: finish(
-                self.open, logs, newest, told, deviations=self._deviations(), keep_key=settings.keep_key
-            )
-        )  # fmt: skip
+            lambda: finish(self.open, logs, newest, told, deviations=self._deviations(), keep_key=settings.keep_key)
+        )
 
     def _deviations(self) -> list[str]:
         logged = self.log is not None and self.log.unknown_to_others(self.open.writer.history.run_id) is None

@@ -114,7 +114,7 @@ def _checksum(flat: Tensor) -> Tensor:
 
 
 def _part(parameter: Tensor) -> Tensor:
-    """What this rank has of it, where FSDP2 (whose DTensor takes a second to import) or DeepSpeed shards it."""
+    """What this rank has of it, where FSDP2 (whose DTensor is slow to import) or DeepSpeed shards it."""
     to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
     return getattr(parameter, "ds_tensor", parameter) if to_local is None else to_local()
 
