@@ -204,20 +204,6 @@ def test_only_probes_are_told_and_only_they_change_the_rate() -> None:
     assert not still.probes(2), "a first step at rate 0 moves nothing"
 
 
-def test_it_goes_on_from_a_checkpoint_as_if_never_stopped() -> None:
-    whole, first = rate_of(noise=0.1), rate_of(noise=0.1)
-    expected = follow(whole, 3.0, 4.0, 0.01, 20)
-    begun = follow(first, 3.0, 4.0, 0.01, 7)
-    resumed = rate_of(noise=0.1)
-    resumed.restore(json.loads(json.dumps(first.state())))
-    rest = []
-    for step in range(8, 21):
-        now = 0.01 * resumed.factor
-        resumed.advance(step, now, {RELEASED[0]: -3.0 * resumed.moved, RELEASED[1]: 4.0 * resumed.moved**2})
-        rest.append(now)
-    assert begun + rest == expected
-
-
 # Plan and config.
 
 PHASE: dict[str, Any] = {
@@ -225,6 +211,26 @@ PHASE: dict[str, Any] = {
     "schedule": {"peak": 1e-3, "shape": "constant"},
     "privacy": {"epsilon": 2.0, "expected_batch": 100, "loss_probes": {"every": 5, "noise_multiplier": 8.0}},
 }  # fmt: skip
+
+
+def planned(plan: PrivacyPlan, manifest: dict[str, Any] | None = None) -> ProbedRate:
+    privacy = Phase.model_validate(PHASE).privacy
+    assert privacy is not None and privacy.loss_probes is not None
+    return ProbedRate.of(privacy.loss_probes, plan, manifest)
+
+
+def test_it_goes_on_from_a_checkpoint_as_if_never_stopped() -> None:
+    plan = plan_of(std=0.01)
+    whole, first = planned(plan), planned(plan, {"of a phase without": "probes"})
+    expected = follow(whole, 3.0, 4.0, 0.01, 50)
+    begun = follow(first, 3.0, 4.0, 0.01, 22)
+    resumed = planned(plan, json.loads(json.dumps({"steps": 22, **first.state()})))
+    rest = []
+    for step in range(23, 51):
+        now = 0.01 * resumed.factor
+        resumed.advance(step, now, {RELEASED[0]: -3.0 * resumed.moved, RELEASED[1]: 4.0 * resumed.moved**2})
+        rest.append(now)
+    assert begun + rest == expected and begun[-1] != begun[0]
 
 
 def test_both_sums_are_charged_with_the_gradient_within_the_budget() -> None:
@@ -259,11 +265,9 @@ def test_the_noise_on_a_released_slope_is_the_planned_one() -> None:
 
 def test_what_a_rate_takes_for_noise_is_the_noise_of_what_is_released() -> None:
     """With held-out records, sums are divided by the expected number of the others."""
-    privacy = Phase.model_validate(PHASE).privacy
-    assert privacy is not None and privacy.loss_probes is not None
     metrics = (*plan_of(bound=0.1, std=0.8).metrics, HeldOutAccuracy.of(1.0, 0.5))
     for plan in (plan_of(bound=0.1, std=0.8), plan_for(metrics=metrics)):
-        rate = ProbedRate.of(privacy.loss_probes, plan, None)
+        rate = planned(plan)
         release = MetricRelease(NOISE_KEY, plan, alone())
         drawn = [release.release(step)[RELEASED[0]] for step in range(1, 801)]
         assert abs(np.std(drawn) / rate.slope_noise - 1) < 0.15

@@ -75,13 +75,10 @@ class ProbedRate:
         noise = {metric.name: metric.std / metric.expected(plan.divisor, plan.held_out) for metric in plan.metrics}
         rate = ProbedRate(settings.every, settings.most, SPAN, noise[SLOPE], noise[CURVATURE])
         if manifest is not None and STATE in manifest:
-            rate.restore(manifest)
+            state = manifest[STATE]
+            rate.factor, rate.moved = float(state["factor"]), float(state["moved"])
+            rate.slope, rate.curvature = Fit(**state["slope"]), Fit(**state["curvature"])
         return rate
-
-    def restore(self, manifest: Mapping[str, Any]) -> None:
-        state = manifest[STATE]
-        self.factor, self.moved = float(state["factor"]), float(state["moved"])
-        self.slope, self.curvature = Fit(**state["slope"]), Fit(**state["curvature"])
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of it."""
