@@ -99,6 +99,14 @@ def leave(tensor: Tensor, slots: int) -> Tensor:
     return whole if dimension == 0 else whole.movedim(dimension, 0)
 
 
+def arguments(args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (tuple, list)):
+            yield from x
+        else:
+            yield x
+
+
 class OneMicroBatch(TorchFunctionMode):
     """Marks what one pass computes of its records, so that no other pass can use it.
 
@@ -118,6 +126,10 @@ class OneMicroBatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # In the backward pass, an engine that gathers weights calls thousands of functions of its own.
+        behind = functorch.maybe_current_level() is None and not torch.is_grad_enabled()
+        if behind and not any(map(is_of_records, arguments(args, kwargs))):
+            return func(*args, **kwargs)
         self.look_below()
         if func in PRINTING and is_of_records(args[0]):
             raise ClipError("forward() prints a record's tensor, or makes a text of it; leave that out")
@@ -326,7 +338,7 @@ def _of_all_records(hook: Callable[..., Any]) -> Callable[..., Any]:
         # What is made of weights alone is left as it is: the clip engine knows it by identity, and has its own copies.
         whole = [_first(x) if is_of_records(x) else None if isinstance(x, Tensor) else x for x in flat]
         own, more = pytree.tree_unflatten(whole, form)
-        with outside():
+        with outside(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             found = hook(module, *own, **more)
         if found is None:
             return None

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from murmuration.train.clip.functions import PerRecord
 from murmuration.train.clip.isolated import (
     OneMicroBatch,
+    arguments,
     directly,
     enter,
     in_checkpoint,
@@ -203,7 +204,7 @@ class ParameterTracker(OneMicroBatch):
 
     def otherwise(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a function that has no rule for these arguments."""
-        known = any(id(x) in self._names or id(x) in self._sources for x in _flat(args, kwargs))
+        known = any(id(x) in self._names or id(x) in self._sources for x in arguments(args, kwargs))
         if not torch.is_grad_enabled() or not known:
             return func(*args, **kwargs)
         name = _name(func)
@@ -370,16 +371,8 @@ def _name(func: Any) -> str:
     return name
 
 
-def _flat(args: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, (tuple, list)):
-            yield from x
-        else:
-            yield x
-
-
 def tensors_in(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    return (x for x in _flat(args, kwargs) if isinstance(x, Tensor))
+    return (x for x in arguments(args, kwargs) if isinstance(x, Tensor))
 
 
 def swapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
