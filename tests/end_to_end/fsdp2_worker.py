@@ -22,6 +22,7 @@ from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.model.build import Objective, build
 from murmuration.model.settings import ModelSettings, Shape
 from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.tracker import ParameterTracker
 from murmuration.train.config.optimizer import Optimizer
 from murmuration.train.core import Computation, clipping_engine
 from murmuration.train.distributed.ranks import Ranks
@@ -264,6 +265,18 @@ def swapped_rows(ranks: Ranks) -> str:
     return "went through"
 
 
+def watched(sharding: EngineSettings, ranks: Ranks) -> int:
+    """How many functions the clip engine looks at in a micro-batch, in which FSDP2 calls a multiple of its own."""
+    engine = clipping_engine(
+        model_of("caption"), ClipRule("flat", C, ALLOWANCE), SETTINGS[True], sharding, ranks, Computation()
+    ).engine  # fmt: skip
+    calls, real = [], ParameterTracker.call
+    ParameterTracker.call = lambda *given: (calls.append(given[1]), real(*given))[1]
+    engine.accumulate(batch_of("caption", ranks.rank))
+    ParameterTracker.call = real
+    return len(calls)
+
+
 def main() -> None:
     ranks = start_ranks()
     found: dict[str, object] = {"world": ranks.world, "drifts": {}, "self-tests": {}, "faults": {}}
@@ -281,6 +294,7 @@ def main() -> None:
     for name, change in FAULTS.items():
         found["faults"][name] = ranks.gather(fault(ranks, change))  # pyright: ignore[reportIndexIssue]
     found["faults"]["rows swapped"] = ranks.gather(swapped_rows(ranks))  # pyright: ignore[reportIndexIssue]
+    found["watched"] = [watched(EngineSettings(name, MICRO_BATCH), ranks) for name in ("local", "fsdp2")]
     found["deepspeed"] = any(name.partition(".")[0] == "deepspeed" for name in sys.modules)
     answer(ranks, found)
 

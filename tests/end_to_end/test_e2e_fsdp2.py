@@ -50,6 +50,11 @@ def test_the_self_test_passes_and_deepspeed_is_not_needed(found: dict[str, Any])
     assert found["world"] == 2 or not found["deepspeed"], "something imported it, and not what has forked the ranks"
 
 
+def test_what_the_framework_does_to_weights_is_not_watched_as_if_records_were_in_it(found: dict[str, Any]) -> None:
+    alone, sharded = found["watched"]
+    assert sharded == alone > 0
+
+
 def test_what_would_go_wrong_in_silence_stops_every_rank(found: dict[str, Any]) -> None:
     faults = found["faults"]
     assert set(faults) == {"honest", *STOPPED}

@@ -335,10 +335,10 @@ def _of_all_records(hook: Callable[..., Any]) -> Callable[..., Any]:
                 f"{type(module).__name__} is called within a torch.func transform of the model's own, where "
                 "its sharded weights cannot be gathered; leave the transform out, or use ZeRO 0 to 2"
             )
-        # What is made of weights alone is left as it is: the clip engine knows it by identity, and has its own copies.
-        whole = [_first(x) if is_of_records(x) else None if isinstance(x, Tensor) else x for x in flat]
-        own, more = pytree.tree_unflatten(whole, form)
         with outside(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            # What is made of weights alone is left as it is: the clip engine knows it by identity, and has own copies.
+            whole = [_first(x) if is_of_records(x) else None if isinstance(x, Tensor) else x for x in flat]
+            own, more = pytree.tree_unflatten(whole, form)
             found = hook(module, *own, **more)
         if found is None:
             return None
