@@ -126,9 +126,10 @@ class OneMicroBatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # In the backward pass, an engine that gathers weights calls thousands of functions of its own.
-        behind = functorch.maybe_current_level() is None and not torch.is_grad_enabled()
-        if behind and not any(map(is_of_records, arguments(args, kwargs))):
+        # An engine that gathers weights calls thousands of functions in the backward pass. All that follows is about
+        # vmap, gradients, or a record's tensor.
+        outside_vmap = functorch.maybe_current_level() is None
+        if outside_vmap and not torch.is_grad_enabled() and not any(map(is_of_records, arguments(args, kwargs))):
             return func(*args, **kwargs)
         self.look_below()
         if func in PRINTING and is_of_records(args[0]):
