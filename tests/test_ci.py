@@ -99,6 +99,7 @@ def made(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[byt
     make.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("TEST_TIMES", str(tmp_path / "times.jsonl"))
+    monkeypatch.delenv("TEST_SHARE", raising=False)  # on a slow machine this test itself runs in a share
     monkeypatch.setattr(Times, "read", classmethod(lambda cls: TABLE))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
 
