@@ -112,6 +112,18 @@ def test_a_run_takes_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "log").read_text() == "1\n"
 
 
+def test_a_run_computes_in_as_many_threads_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait forever, had the process from which it is forked started such threads when it imported."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run = Forked(2, __name__, [], tmp_path / "log")
+    end = time.monotonic() + 300
+    while run.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    run.stop()
+    assert (tmp_path / "log").read_text() == "2\n"
+
+
 def main(arguments: list[str]) -> None:
     describe_process()
+    torch.ones(1 << 20).abs()
     os.write(1, f"{torch.get_num_threads()}\n".encode())

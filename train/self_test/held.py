@@ -21,8 +21,9 @@ from murmuration.train.engines.base import digest_of
 # Words that are added up at a time: on a processor they stay in its cache, which takes a fifth to a twentieth of the
 # time; a GPU would rather be launched seldom.
 ON_HOST, ON_DEVICE = 1 << 18, 1 << 25
-PLACES = torch.arange(1, 2 * ON_HOST, 2, dtype=torch.int32, device="cpu")
-"""Made once, since fresh memory for them takes as long as the sums."""
+PLACES = torch.from_numpy(np.arange(1, 2 * ON_HOST, 2, dtype=np.int32))
+"""Made once, since fresh memory for them takes as long as the sums. By NumPy: PyTorch would start OpenMP's threads at
+the import, and a process that is forked from one with such threads waits for them forever."""
 WORDS = range(4, 1 << 16, 4)
 """Bytes of a small tensor, whole words."""
 # Attributes in which engines that shard a model keep their books; those of every module are PyTorch's own.
