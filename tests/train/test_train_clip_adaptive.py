@@ -190,7 +190,7 @@ def settings(clip: dict[str, Any], optimizer: dict[str, Any] | None = None) -> P
 def test_the_config_becomes_a_frozen_rule_and_a_charged_count() -> None:
     phase = settings({"norm": 2.0, "adaptive": {"quantile": 0.6}})
     assert phase.privacy is not None
-    plan = plan_of_phase(phase, phase.privacy, 1000, "phases.0")
+    plan = plan_of_phase(phase, 1000, "phases.0")
     assert plan.adaptive == AdaptiveRule(0.6, 0.2, 2e-4, 2e4) and plan.clip_norm == 2.0
     assert [(m.name, m.bound, m.std) for m in plan.metrics] == [(METRIC, 0.5, 2.5)], "a tenth of the batch, in halves"
     fixed = replace(plan, metrics=())

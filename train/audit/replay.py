@@ -375,12 +375,11 @@ def replay(
 ) -> ReplayReport:
     """Runs both trainings and compares them; `around` is for planted faults in tests."""
     phase, privacy = audited_phase(config, "a replay")
-    where = f"phases.{phase.number}"
     if privacy.sampling != "poisson":
-        raise RecipeError(f"a replay counts on Poisson samples; give --set {where}.privacy.sampling=poisson")
+        raise RecipeError(f"a replay counts on Poisson samples; give --set {phase.where}.privacy.sampling=poisson")
     if privacy.noise is not None:
-        raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
-    plan = plan_of_phase(phase.settings, privacy, phase.n, where, noise=config.run.noise)
+        raise RecipeError(f"a replay measures independent noise alone; give --set {phase.where}.privacy.noise=null")
+    plan = plan_of_phase(phase.settings, phase.n, phase.where, config.run.noise)
     steps = min(steps, plan.steps)
     key = RunKey.fresh()
     derive = PhaseKeys(

@@ -17,7 +17,7 @@ from torch import nn
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
-from murmuration.accounting.make_plan import PlanRequest, make_plan, steps_of, steps_of_passes
+from murmuration.accounting.make_plan import make_plan, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, unit_in_words
@@ -65,7 +65,6 @@ __all__ = [
     "RecipeError",
     "clip_rule",
     "plan_of_phase",
-    "plan_request",
     "planned",
     "planned_epsilon",
     "prepare",
@@ -108,6 +107,11 @@ class ReadyPhase:
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def where(self) -> str:
+        """In the config."""
+        return f"phases.{self.number}"
 
     @property
     def private(self) -> bool:
@@ -217,7 +221,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
         first, other = (unit_in_words(each.unit) for each in (private[0], phase))
         if first != other:
             raise RecipeError(
-                f"phases.{phase.number}.data.unit: phase {phase.name!r} protects {other}, but phase "
+                f"{phase.where}.data.unit: phase {phase.name!r} protects {other}, but phase "
                 f"{private[0].name!r} protects {first}, and a run makes one promise; name the same unit in both, or "
                 "train them in two runs"
             )
@@ -230,7 +234,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
     phases = [replace(phase, pixels=statistics) for phase in phases]
     for at, phase in enumerate(phases):
         if phase.measured is not None:  # read only now that they may be
-            found = usable(phase.measured, f"phases.{phase.number}.evaluation")
+            found = usable(phase.measured, f"{phase.where}.evaluation")
             phases[at] = replace(phase, captioned=found.captioned)
     # Nothing that is never measured may choose: no checkpoint would be the best.
     known = {name: None for phase in phases if phase.measured is not None for name in phase.measured.metrics()}
@@ -247,8 +251,7 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
     for phase in phases:
         privacy = phase.settings.privacy
         if privacy is not None:
-            where = f"phases.{phase.number}"
-            plan = plan_of_phase(phase.settings, privacy, phase.n, where, noise=config.run.noise)
+            plan = plan_of_phase(phase.settings, phase.n, phase.where, config.run.noise)
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
@@ -257,17 +260,18 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
 def _uses(phases: list[ReadyPhase]) -> list[Use]:
     found: list[Use] = []
     for phase in phases:
-        where = f"phases.{phase.number}"
-        found.append(Use(f"{where}.data", phase.index, phase.settings.data.public and not phase.private, phase.private))
+        found.append(
+            Use(f"{phase.where}.data", phase.index, phase.settings.data.public and not phase.private, phase.private)
+        )
         others = (("evaluation", phase.held_out), ("monitor", phase.monitored), ("mixing.data", phase.mixed))
-        found += [Use(f"{where}.{name}", index, public=True) for name, index in others if index is not None]
+        found += [Use(f"{phase.where}.{name}", index, public=True) for name, index in others if index is not None]
     return found
 
 
 def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
     found: list[LabelSource] = []
     for phase in phases:
-        where, label = f"phases.{phase.number}", phase.settings.label
+        where, label = phase.where, phase.settings.label
         found += LabelSource.of(f"{where}.data.path", phase.index, label, phase.private)
         found += LabelSource.of(f"{where}.evaluation.path", phase.held_out, label)
         found += LabelSource.of(f"{where}.monitor.path", phase.monitored, label)
@@ -283,12 +287,12 @@ def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
     owners = [phase for phase in phases if phase.private or not phase.settings.data.public]
     for phase in phases:
         uses = [
-            (f"phases.{phase.number}.evaluation.path", phase.held_out),
-            (f"phases.{phase.number}.monitor.path", phase.monitored),
+            (f"{phase.where}.evaluation.path", phase.held_out),
+            (f"{phase.where}.monitor.path", phase.monitored),
         ]
         if not phase.private and phase.settings.data.public:
-            uses.append((f"phases.{phase.number}.data.path", phase.index))
-        uses.append((f"phases.{phase.number}.mixing.data.path", phase.mixed))
+            uses.append((f"{phase.where}.data.path", phase.index))
+        uses.append((f"{phase.where}.mixing.data.path", phase.mixed))
         for (where, index), owner in product(uses, owners):
             shared = _shared(owner.index, index) if index else None
             if shared is not None and index is not None and not apart(owner.index, index):
@@ -402,22 +406,16 @@ def unit_of(phase: Phase) -> Unit | None:
     return Unit(data.by, data.rows_per_unit or 1, data.unit_reduce or "mean")
 
 
-def plan_request(
-    phase: Phase, privacy: Privacy, records: int, noise: NoiseKind = "aes", table: str = ""
-) -> PlanRequest:  # fmt: skip
-    """What the phase asks of a plan for n = `records`, or units. `table`: the ledger's digest of the table of units."""
-    units = unit_of(phase)
-    request = privacy.request(records, phase.steps, exact=noise == "exact")
-    return request if units is None else replace(request, units=replace(units, table=table))
-
-
 def plan_of_phase(
-    phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None,
-    noise: NoiseKind = "aes", table: str = "",
-) -> PrivacyPlan:  # fmt: skip
-    """`known`: the ledger's plan, whose σ and matrix need not be computed again."""
+    phase: Phase, records: int, where: str, noise: NoiseKind = "aes", known: PrivacyPlan | None = None, table: str = ""
+) -> PrivacyPlan:
+    """The plan of a private phase for n = `records`, or units. `known`: the ledger's plan, whose σ and matrix need not
+    be computed again; `table`: the ledger's digest of the table of units."""
+    assert phase.privacy is not None, "a plan is of a private phase"
+    units = unit_of(phase)
     try:
-        return make_plan(plan_request(phase, privacy, records, noise, table), known)
+        request = phase.privacy.request(records, phase.steps, exact=noise == "exact")
+        return make_plan(request if units is None else replace(request, units=replace(units, table=table)), known)
     except (PlanError, AdaptiveError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
 

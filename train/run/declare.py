@@ -23,11 +23,11 @@ from murmuration.train.storage.sibling_runs import RunLog
 
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     """On the main rank: declares the phase in the ledger and returns its plan; None without one."""
-    privacy, start = phase.settings.privacy, phase.start
+    start = phase.start
     contents, asked = run.contents(phase), run.config.run
     log, public = RunLog.of(phase.index, asked.registry), public_uses(phase)
     without_noise, origins = (start.without_noise, start.origins) if start is not None else ((), ())
-    if privacy is None:
+    if not phase.private:
         run.declare_start(phase.name, without_noise, origins)
         if not phase.settings.data.public:
             run.enter_log(log, phase.name, None, contents["data"])
@@ -35,7 +35,6 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         for use, digest in public.items():
             run.writer.declare_public(phase.number, use, digest)
         return None
-    where, units = f"phases.{phase.number}", contents.get("units", "")
     words: dict[Word, bool] = {
         "private_curves": asked.private_curves or run.folder.has_private_curves(),
         "keep_key": asked.keep_key,
@@ -43,7 +42,9 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     }
     return run.declare(
         phase.number, phase.name,
-        lambda known: plan_of_phase(phase.settings, privacy, phase.n, where, known, asked.noise, units),
+        lambda known: plan_of_phase(
+            phase.settings, phase.n, phase.where, asked.noise, known, contents.get("units", "")
+        ),
         log, contents["data"], without_noise=without_noise, origins=origins, public=public,
         stores=hosts_of(phase.index), words=[word for word, holds in words.items() if holds],
     )  # fmt: skip
