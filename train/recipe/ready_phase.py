@@ -17,6 +17,7 @@ from torch import nn
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.make_plan import make_plan, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
@@ -171,10 +172,19 @@ class ReadyPhase:
         """None where the phase has no labels."""
         return self.classes if self.settings.label is not None else None
 
+    @property
+    def public_records(self) -> list[tuple[PublicUse, str, RecordIndex]]:
+        """What it uses as public besides its own records: what for, and where the config names them."""
+        found: list[tuple[PublicUse, str, RecordIndex | None]] = [
+            ("evaluation", "evaluation", self.held_out), ("monitor", "monitor", self.monitored),
+            ("mixing", "mixing.data", self.mixed),
+        ]  # fmt: skip
+        return [(use, f"{self.where}.{key}", index) for use, key, index in found if index is not None]
+
     def index_of(self, part: Part) -> RecordIndex | None:
-        return {"data": self.index, "evaluation": self.held_out, "monitor": self.monitored, "mixing": self.mixed}[
-            part.name
-        ]
+        if part.name == "data":
+            return self.index
+        return next((index for use, _, index in self.public_records if use == part.name), None)
 
     @property
     def reading(self) -> ReadingSettings:
@@ -263,19 +273,17 @@ def _uses(phases: list[ReadyPhase]) -> list[Use]:
         found.append(
             Use(f"{phase.where}.data", phase.index, phase.settings.data.public and not phase.private, phase.private)
         )
-        others = (("evaluation", phase.held_out), ("monitor", phase.monitored), ("mixing.data", phase.mixed))
-        found += [Use(f"{phase.where}.{name}", index, public=True) for name, index in others if index is not None]
+        found += [Use(where, index, public=True) for _, where, index in phase.public_records]
     return found
 
 
 def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
     found: list[LabelSource] = []
     for phase in phases:
-        where, label = phase.where, phase.settings.label
-        found += LabelSource.of(f"{where}.data.path", phase.index, label, phase.private)
-        found += LabelSource.of(f"{where}.evaluation.path", phase.held_out, label)
-        found += LabelSource.of(f"{where}.monitor.path", phase.monitored, label)
-        found += LabelSource.of(f"{where}.mixing.data.path", phase.mixed, label)
+        label = phase.settings.label
+        found += LabelSource.of(f"{phase.where}.data.path", phase.index, label, phase.private)
+        for _, where, index in phase.public_records:
+            found += LabelSource.of(f"{where}.path", index, label)
     return found
 
 
@@ -286,16 +294,12 @@ def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
     """
     owners = [phase for phase in phases if phase.private or not phase.settings.data.public]
     for phase in phases:
-        uses = [
-            (f"{phase.where}.evaluation.path", phase.held_out),
-            (f"{phase.where}.monitor.path", phase.monitored),
-        ]
+        uses = [(f"{where}.path", index) for _, where, index in phase.public_records]
         if not phase.private and phase.settings.data.public:
-            uses.append((f"{phase.where}.data.path", phase.index))
-        uses.append((f"{phase.where}.mixing.data.path", phase.mixed))
+            uses.insert(len(uses) - (phase.mixed is not None), (f"{phase.where}.data.path", phase.index))
         for (where, index), owner in product(uses, owners):
-            shared = _shared(owner.index, index) if index else None
-            if shared is not None and index is not None and not apart(owner.index, index):
+            shared = _shared(owner.index, index)
+            if shared is not None and not apart(owner.index, index):
                 raise RecipeError(
                     f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; name public data"
                     if owner.private

@@ -11,7 +11,6 @@ from murmuration.accounting.ledger.lines import PublicUse, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
-from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData, ShardData
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.pixels import as_json
@@ -52,14 +51,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
 
 def public_uses(phase: ReadyPhase) -> dict[PublicUse, str]:
     """What the config says is public, apart from the phase's own records: digests."""
-    records: dict[PublicUse, RecordIndex | None] = {
-        "evaluation": phase.held_out,
-        "monitor": phase.monitored,
-        "mixing": phase.mixed,
-    }
-    found: dict[PublicUse, str] = {
-        use: ledger_digests(index, public=True)[0] for use, index in records.items() if index is not None
-    }
+    found = {use: ledger_digests(index, public=True)[0] for use, _, index in phase.public_records}
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest
