@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from murmuration.train.planner.forecast import counted
 from murmuration.train.public.evaluation import PublicEvaluator, layer_of
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.ready_phase import ReadyPhase
-from murmuration.train.run.phase import _reader  # pyright: ignore[reportPrivateUsage]
+from murmuration.train.run.phase import PhaseTraining
 from murmuration.train.run.public_mixing import MixingEngine
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.self_test.self_test import self_test
@@ -57,10 +56,10 @@ def test_a_phase_derives_its_keys_for_dropout_as_for_masks() -> None:
         return key_of(purpose)
 
     run: Any = SimpleNamespace(ranks=alone())
-    batch = _reader(run, ready(), nn.Module(), derive, ExitStack()).read(np.array([4, -1, 9]), 3)
+    batch = PhaseTraining(run, ready()).read(derive).read(np.array([4, -1, 9]), 3)
     assert set(asked) == {"augmentation", "dropout", "masks"}
     assert batch.inputs[DROP_KEY].tolist() == [drop_key(key_of("dropout"), 3, 4), 0, drop_key(key_of("dropout"), 3, 9)]
-    plain = _reader(run, ready(dropout=0.0, drop_path=0.0), nn.Module(), derive, ExitStack()).read(np.array([4]), 3)
+    plain = PhaseTraining(run, ready(dropout=0.0, drop_path=0.0)).read(derive).read(np.array([4]), 3)
     assert set(plain.inputs) == {"images", "mask_noise"}
     assert not ready().data_spec(augment=False).drop_keys and ready(dropout=0.0).data_spec(augment=True).drop_keys
 

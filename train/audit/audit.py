@@ -45,7 +45,6 @@ from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.noise import IndependentNoise
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import RandomAllocation, make_sampling
-from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
@@ -172,11 +171,7 @@ class _Audit:
         crafted: Mapping[str, Tensor] | None,
     ) -> SeenSegment:  # fmt: skip
         plan, derive = self.plan, self._keys(segment)
-        reader = BatchReader(
-            self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
-            augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
-            slots=self.phase.slot_rows(derive("augmentation")),
-        )  # fmt: skip
+        reader = self.phase.reader(derive, self.phase.slot_rows(derive("augmentation")))
         planted: Noise | None = None
         if self.options.noise_scale != 1:
             weak = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)

@@ -41,7 +41,6 @@ from murmuration.accounting.noise import CorrelationFact
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import noun
 from murmuration.data.batch.loader import Reader
-from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
@@ -63,7 +62,7 @@ from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import header
-from murmuration.train.run.phase import trainer_of
+from murmuration.train.run.phase import PhaseTraining
 from murmuration.train.run.public_mixing import PublicRecords
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
@@ -431,11 +430,7 @@ def _world(
     )  # fmt: skip
     engine = private.engine
     assert isinstance(engine, SummedEngine)
-    reader: Reader = BatchReader(
-        phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
-        mask_key=derive("masks"), dropout_key=derive("dropout"),
-        slots=phase.slot_rows(derive("augmentation")),
-    )  # fmt: skip
+    reader: Reader = phase.reader(derive, phase.slot_rows(derive("augmentation")))
     if blanked is not None:
         reader = BlankedReader(reader, blanked)
     private.feed(reader)
@@ -455,7 +450,7 @@ def _world(
     watching = PublicRecords.of(run, phase, engine, derive, private.clip, plan, made.norm)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
     saving = private.saving(run, lambda: header(run, phase), lambda: None)
-    trainer = trainer_of(run, phase, private.step, pace, saving, watching, 0, plan, rule.bound)
+    trainer = PhaseTraining(run, phase).trainer(private.step, pace, saving, watching, rule)
     return World(run, private, steps[0], noise, trainer)
 
 

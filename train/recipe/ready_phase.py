@@ -17,12 +17,14 @@ from torch import nn
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
+from murmuration.accounting.keys import Derive
 from murmuration.accounting.ledger.lines import PublicUse
 from murmuration.accounting.make_plan import make_plan, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, unit_in_words
-from murmuration.data.batch.reader import DataSpec
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.resize import DECODER
@@ -190,6 +192,15 @@ class ReadyPhase:
     def reading(self) -> ReadingSettings:
         data = self.settings.data
         return data.reading if isinstance(data, READ) else ReadingSettings()
+
+    def reader(
+        self, derive: Derive, slots: SlotRows | None, reading: ReadOptions | None = None, pin_memory: bool = False
+    ) -> BatchReader:
+        """Of the records of the phase, as it trains on them."""
+        return BatchReader(
+            self.index, self.data_spec(augment=True), self.text, derive("augmentation"), derive("masks"),
+            derive("dropout"), slots=slots, reading=reading, pin_memory=pin_memory,
+        )  # fmt: skip
 
     def data_spec(self, augment: bool) -> DataSpec:
         """With `augment`, how training reads records; without, how measurements do: no dropout, no weights."""

@@ -21,7 +21,7 @@ from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare
 from murmuration.train.run.early_end import asked_for
-from murmuration.train.run.phase import train_phase
+from murmuration.train.run.phase import PhaseTraining
 from murmuration.train.run.report import NEXT, certified, shown_config
 from murmuration.train.run.witness import Witness
 from murmuration.train.storage.checkpoint import Keep
@@ -99,7 +99,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
             loaded = run.latest_checkpoint()
             done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
             if done < (phase.number, phase.settings.steps):
-                train_phase(run, phase, loaded)
+                PhaseTraining(run, phase, loaded).train()
         parted = True
     except Stopped:
         parted = True
