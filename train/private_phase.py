@@ -40,6 +40,7 @@ from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.noise.adaptive_norm import next_rule
 from murmuration.train.noise.update import Noise
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
@@ -156,6 +157,11 @@ class PrivatePhase:
         make = self.made.run if around_step is None else around_step(self.made.run)
         self._make, self._after = make if self.rate is None else probed(make, self.rate), after
         return self.made
+
+    @property
+    def rule(self) -> ClipRule:
+        """That of the next step."""
+        return next_rule(self.clip, None if self.made is None else self.made.norm)
 
     def drawn(self, number: int) -> np.ndarray:
         """PRIVATE: the records of a step."""

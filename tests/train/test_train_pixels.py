@@ -148,11 +148,11 @@ def test_a_phase_computes_on_the_bits_that_the_host_made(
 @pytest.mark.parametrize("objective", FAMILIES)
 def test_evaluation_and_monitor(ready: Callable[[str], ReadyPhase], objective: str) -> None:
     phase = ready(objective)
-    engine, clip, _ = private_engine(alone(), plan_for(), False, build_model(phase.shape, objective))
+    engine, _, _ = private_engine(alone(), plan_for(), False, build_model(phase.shape, objective))
     whole = expected(phase, "center", range(RECORDS), 0)
     for measurement in (
-        PublicEvaluator(phase, engine, alone(), 4, MASK_KEY, clip, None),
-        LossMonitor(phase, engine, alone(), 4, MASK_KEY, None, None),
+        PublicEvaluator(phase, engine, alone(), 4, MASK_KEY),
+        LossMonitor(phase, engine, alone(), 4, MASK_KEY),
     ):
         for _ in range(2):
             with noting(engine.model) as seen:

@@ -446,8 +446,8 @@ def _world(
             steps.append(Leading(make))
         return steps[0]
 
-    made = private.begin(run.writer, run.stop, noise=noise, around_step=together)
-    watching = PublicRecords.of(run, phase, engine, derive, private.clip, plan, made.norm)
+    private.begin(run.writer, run.stop, noise=noise, around_step=together)
+    watching = PublicRecords.of(run, phase, engine, derive, private)
     pace = Pace(plan.divisor, public=False, synthetic=PACE)
     saving = private.saving(run, lambda: header(run, phase), lambda: None)
     trainer = PhaseTraining(run, phase).trainer(private.step, pace, saving, watching, rule)

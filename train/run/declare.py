@@ -51,7 +51,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
 
 def public_uses(phase: ReadyPhase) -> dict[PublicUse, str]:
     """What the config says is public, apart from the phase's own records: digests."""
-    found = {use: ledger_digests(index, public=True)[0] for use, _, index in phase.public_records}
+    found: dict[PublicUse, str] = {use: ledger_digests(index, public=True)[0] for use, _, index in phase.public_records}
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest

@@ -126,13 +126,9 @@ class PhaseTraining:
         if phase.mixed is not None:
             mixing = MixingEngine.of(run, phase, plan.divisor, private.engine, derive("public-order"))
             self.at_end.callback(mixing.close_public)
-        step = private.begin(
-            run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, self.own)
-        )  # fmt: skip
+        private.begin(run.journal, run.stop, mixing=mixing, first_norm=run.first_norm(number, plan, self.own))
         self.restore(private.engine)
-        watching = PublicRecords.of(
-            run, phase, private.engine, derive, private.clip, plan, step.norm, held_out
-        )  # fmt: skip
+        watching = PublicRecords.of(run, phase, private.engine, derive, private, held_out)
         pace = self.pace(loader, plan.divisor, public=False, synthetic=proved)
         saving = private.saving(run, lambda: header(run, phase), self.list_unusable)
         self.trainer(private.step, pace, saving, watching, rule).run(self.done)
@@ -366,7 +362,7 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
     evaluator = None
     if phase.held_out is not None:
         key = run.derive(phase.number, None)("public-masks")
-        evaluator = PublicEvaluator(phase, engine, ranks, run.config.micro_batch, key, None, None)
+        evaluator = PublicEvaluator(phase, engine, ranks, run.config.micro_batch, key)
     watching = PublicRecords(phase.settings, run.board, evaluator)
     measured = watching.measure()
     saving = Saving.of(run, phase.number, engine, 1, lambda: header(run, phase), lambda: None)
