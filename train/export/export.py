@@ -203,8 +203,8 @@ def _write_foreign(
     weights = averaged(loaded) if averages else loaded.weights()
     if weights is None:
         raise ExportError(f"{root} kept no averages (optimizer.params.ema_decay); leave --averaged out")
-    finished = Finished.of(loaded, root, weights, AVERAGED if averages else "")
-    loading = write_form(form, finished, out, told)
+    finished = Finished.of(loaded, root, weights, told, AVERAGED if averages else "")
+    loading = write_form(form, finished, out)
     kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
     write_card(out, finished, loading, certificate, {} if averages else kept.public, licence, best)
 
