@@ -216,7 +216,7 @@ class PrivatePhase:
             return header() | ({} if self.rate is None else self.rate.state())
 
         copies = self._settings.ranks_per_copy
-        return Saving.of(run, self.number, self.engine, copies, manifest, list_unusable, whole)
+        return Saving(run, self.number, self.engine, copies, manifest, list_unusable, whole)
 
     def close(self) -> None:
         self._at_end.close()

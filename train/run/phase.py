@@ -161,7 +161,7 @@ class PhaseTraining:
         watching = PublicRecords.of(run, phase, engine, derive, stored=held_out)
         pace = self.pace(loader, batch, settings.data.public)
         copies = EngineSettings.of(config).ranks_per_copy
-        saving = Saving.of(run, phase.number, engine, copies, lambda: header(run, phase), self.list_unusable)
+        saving = Saving(run, phase.number, engine, copies, lambda: header(run, phase), self.list_unusable)
         self.trainer(step.run, pace, saving, watching).run(self.done)
 
     def read(self, derive: Derive) -> BatchReader | FeatureReader:
@@ -365,7 +365,7 @@ def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None)
         evaluator = PublicEvaluator(phase, engine, ranks, run.config.micro_batch, key)
     watching = PublicRecords(phase.settings, run.board, evaluator)
     measured = watching.measure()
-    saving = Saving.of(run, phase.number, engine, 1, lambda: header(run, phase), lambda: None)
+    saving = Saving(run, phase.number, engine, 1, lambda: header(run, phase))
     saving.begin(0)
     saving.settle(measured)
     watching.publish(0)
