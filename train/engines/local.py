@@ -73,17 +73,14 @@ class LocalEngine:
                     parameter.grad = sums.totals[name].to(parameter.dtype)
             else:
                 for parameter, fragments in self._layout.values():
-                    total = self._total(fragments[0].name)
+                    trained = self._trained[fragments[0].name]
+                    total = torch.zeros_like(trained) if trained.grad is None else trained.grad.contiguous()
                     update.finish(total.view(-1), fragments)
                     parameter.grad = total.to(parameter.dtype)
             self._optimizer.step()
         finally:
             self.discard()
         return self._check(update, self._optimizer.steps_done == before + 1)
-
-    def _total(self, name: str) -> Tensor:
-        gradient = self._trained[name].grad
-        return torch.zeros_like(self._trained[name]) if gradient is None else gradient.contiguous()
 
     def discard(self) -> None:
         if isinstance(self._forward, PrivateForward):

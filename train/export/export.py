@@ -65,7 +65,8 @@ def export(
     verdict = _certified(root)
     loaded, document = _chosen(run_dir, best)
     with _whole(out) as part:
-        told = _told(loaded, Provenance.of(History.read(root / "ledger.jsonl")[0]))
+        told = Provenance.of(History.read(root / "ledger.jsonl")[0]).metadata()
+        told |= metadata(of_manifest(loaded.manifest, loaded.position.folder))
         if form in FORMS:
             FORMS[form](loaded, part, told)
             _describe(loaded, root, part)
@@ -170,11 +171,6 @@ def _describe(loaded: Loaded, root: Path, out: Path) -> None:
 
 Write = Callable[[dict[str, Tensor], Path, dict[str, str]], Any]
 Form = Callable[[Loaded, Path, dict[str, str]], Any]
-
-
-def _told(loaded: Loaded, made_from: Provenance) -> dict[str, str]:
-    """For the metadata of a file of safetensors."""
-    return made_from.metadata() | metadata(of_manifest(loaded.manifest, loaded.position.folder))
 
 
 def _by(write: Write, suffix: str) -> Form:

@@ -39,8 +39,9 @@ def run_all(
     run_dir = RunDir(root)
     settings = config.run
     keep = Keep(settings.keep_checkpoints, settings.keep_every, settings.keep_best)
+    versions = {name: version(name) for name in ("torch", "deepspeed", "dp-accounting", "timm")}
     opened = open_run(
-        run_dir, root.name, ranks, keep, _versions(), resume=arguments.resume, debug_seed=settings.debug_seed,
+        run_dir, root.name, ranks, keep, versions, resume=arguments.resume, debug_seed=settings.debug_seed,
         new_segment=arguments.new_segment, record_digests=KEYED,
     )  # fmt: skip
     run = RunContext(
@@ -231,7 +232,3 @@ def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | Non
         history.last_committed(phase) < plan.steps for phase, plan in history.plans.items() if phase not in chosen
     )
     return BudgetSpent("the run ended before its last step, because its budget was spent") if short else None
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "deepspeed", "dp-accounting", "timm")}
