@@ -70,8 +70,15 @@ def export(
         if form in FORMS:
             FORMS[form](loaded, part, told)
             _describe(loaded, root, part)
-        else:
-            _write_foreign(form, loaded, root, part, told, averages, licence, document, best)
+        else:  # a form of another package, and the page that says what the model is
+            weights = averaged(loaded) if averages else loaded.weights()
+            if weights is None:
+                raise ExportError(f"{root} kept no averages (optimizer.params.ema_decay); leave --averaged out")
+            finished = Finished.of(loaded, root, weights, told, AVERAGED if averages else "")
+            loading = write_form(form, finished, part)
+            listed = Checkpoints.listed(run_dir.checkpoints)
+            kept = next(each for each in listed if each.manifest_sha256 == loaded.digest)
+            write_card(part, finished, loading, document, {} if averages else kept.public, licence, best)
         shutil.copyfile(root / "ledger.jsonl", part / "ledger.jsonl")
         if (root / WEIGHTS_LIST).is_file():
             shutil.copyfile(root / WEIGHTS_LIST, part / WEIGHTS_LIST)
@@ -189,20 +196,6 @@ FORMS: dict[str, Form] = {
     "pytorch": _by(lambda tensors, path, told: torch.save(tensors, path), "pt"),
     "deepspeed": lambda loaded, out, told: write_deepspeed(loaded, out / "deepspeed"),
 }
-
-
-def _write_foreign(
-    form: str, loaded: Loaded, root: Path, out: Path, told: dict[str, str], averages: bool, licence: str,
-    certificate: dict[str, Any], best: bool,
-) -> None:  # fmt: skip
-    """A form of another package, and the page that says what the model is."""
-    weights = averaged(loaded) if averages else loaded.weights()
-    if weights is None:
-        raise ExportError(f"{root} kept no averages (optimizer.params.ema_decay); leave --averaged out")
-    finished = Finished.of(loaded, root, weights, told, AVERAGED if averages else "")
-    loading = write_form(form, finished, out)
-    kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
-    write_card(out, finished, loading, certificate, {} if averages else kept.public, licence, best)
 
 
 def _holds_no_key(key: Path, out: Path) -> None:
