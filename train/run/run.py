@@ -97,7 +97,7 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
         run.ranks.on_main(run.tell_objection)
         run.ranks.on_main(lambda: run.board.describe(shown_config(run.config), *_compared(run, phases)))
         for phase in phases:
-            loaded = run.latest_checkpoint()
+            loaded = run.latest()
             done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
             if done < (phase.number, phase.settings.steps):
                 PhaseTraining(run, phase, loaded).train()
@@ -120,7 +120,7 @@ def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | 
     if the budget ended it."""
     run.board.say(f"{run.name} is finished; writing its certificate and report again")
     run.ranks.on_main(lambda: _require_same_run(run, phases))
-    run.ranks.on_main(run.recover_checkpoints)
+    run.ranks.on_main(run.recover)
     run.ranks.on_main(lambda: _declare_choices(run))
     return run.ranks.on_main(lambda: _ended_early(run, phases))
 
