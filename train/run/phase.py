@@ -72,7 +72,7 @@ class PhaseTraining:
     def train(self) -> None:
         run, phase = self.run, self.phase
         if not phase.settings.trains:
-            return run_without_steps(run, phase, self.loaded)
+            return self.without_steps()
         run.ranks.pulse.preparing = True
         self.model = self.initial_model()
         plan = run.ranks.on_main(lambda: declare(run, phase))
@@ -274,6 +274,30 @@ class PhaseTraining:
         read = placement.owners == group if phase.units is None or not isinstance(index, ShardIndex) else index.held()
         return [shard for shard in shards if read[shard]][members.index(ranks.rank) :: len(members)]
 
+    def without_steps(self) -> None:
+        """Loads or keeps weights, saves them, and measures them on public records if asked."""
+        run, phase, ranks = self.run, self.phase, self.run.ranks
+        ranks.on_main(lambda: declare(run, phase))
+        model = build(phase.shape, phase.settings.objective)
+        if phase.start is not None and isinstance(phase.settings.data, CheckpointData):
+            report = phase.start.fill(model)
+            run.board.say(f"{phase.name}  starts from {phase.start.path.name}\n{report}")
+            if phase.pixels != IMAGENET:
+                run.board.say(f"{phase.name}  pixels are normalised by {in_words(phase.pixels)}")
+        elif self.loaded is not None:
+            hand_over(self.loaded.weights(), model)
+        engine = StillEngine(model, ranks.device)
+        evaluator = None
+        if phase.held_out is not None:
+            key = run.derive(phase.number, None)("public-masks")
+            evaluator = PublicEvaluator(phase, engine, ranks, run.config.micro_batch, key)
+        watching = PublicRecords(phase.settings, run.board, evaluator)
+        measured = watching.measure()
+        saving = Saving(run, phase.number, engine, 1, lambda: header(run, phase))
+        saving.begin(0)
+        saving.settle(measured)
+        watching.publish(0)
+
 
 FIRST_MOMENT = "exp_avg"
 
@@ -344,28 +368,3 @@ class StillEngine:
 
     def close(self) -> None:
         """There is nothing to release."""
-
-
-def run_without_steps(run: RunContext, phase: ReadyPhase, loaded: Loaded | None) -> None:
-    """Loads or keeps weights, saves them, and measures them on public records if asked."""
-    ranks = run.ranks
-    ranks.on_main(lambda: declare(run, phase))
-    model = build(phase.shape, phase.settings.objective)
-    if phase.start is not None and isinstance(phase.settings.data, CheckpointData):
-        report = phase.start.fill(model)
-        run.board.say(f"{phase.name}  starts from {phase.start.path.name}\n{report}")
-        if phase.pixels != IMAGENET:
-            run.board.say(f"{phase.name}  pixels are normalised by {in_words(phase.pixels)}")
-    elif loaded is not None:
-        hand_over(loaded.weights(), model)
-    engine = StillEngine(model, ranks.device)
-    evaluator = None
-    if phase.held_out is not None:
-        key = run.derive(phase.number, None)("public-masks")
-        evaluator = PublicEvaluator(phase, engine, ranks, run.config.micro_batch, key)
-    watching = PublicRecords(phase.settings, run.board, evaluator)
-    measured = watching.measure()
-    saving = Saving(run, phase.number, engine, 1, lambda: header(run, phase))
-    saving.begin(0)
-    saving.settle(measured)
-    watching.publish(0)
