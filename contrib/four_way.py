@@ -138,18 +138,18 @@ def run_study(
 def require_public(phase: ReadyPhase) -> None:
     if phase.private or not phase.settings.data.public:
         raise RecipeError(
-            f"phases.{phase.number}: the study trains without noise and without a ledger, so it takes public data "
+            f"{phase.where}: the study trains without noise and without a ledger, so it takes public data "
             "alone; name a phase without `privacy` whose data are declared public"
         )
     if phase.settings.features is not None or not phase.settings.trains:
-        raise RecipeError(f"phases.{phase.number} does not train a whole model on records; name a phase that does")
+        raise RecipeError(f"{phase.where} does not train a whole model on records; name a phase that does")
 
 
 def require_start(config: Config, phase: ReadyPhase) -> None:
     trained = next((other.name for other in config.phases[: phase.number] if other.trains), None)
     if trained is not None:
         raise RecipeError(
-            f"phases.{phase.number} continues from what phase {trained!r} trains, which the study does not do; replace "
+            f"{phase.where} continues from what phase {trained!r} trains, which the study does not do; replace "
             'the phases before it by one with "data": {"source": "checkpoint", "path": …}'
         )
 

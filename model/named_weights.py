@@ -111,8 +111,9 @@ def is_foreign(path: Path) -> bool:
 def _entries(state: Mapping[str, Tensor], body: Body, named: Named, report: LoadReport) -> WeightEntries:
     own = {name: tensor for name, tensor in body.net.state_dict().items() if tensor.is_floating_point()}
     if lacking := [name for name in own if name not in state]:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise WeightsError(
-            f"{report.source} has nothing for {lacking[0]}{_more(lacking)} of {named}; set model.name to the "
+            f"{report.source} has nothing for {lacking[0]}{more} of {named}; set model.name to the "
             "architecture of the file."
         )
     for name, tensor in state.items():
@@ -126,7 +127,3 @@ def _entries(state: Mapping[str, Tensor], body: Body, named: Named, report: Load
                 "model.name, model.image_size and model.model_args to the file's."
             )
     return {f"body.net.{name}": WeightEntry(state[name], (name,)) for name in own}
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

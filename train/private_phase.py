@@ -40,6 +40,7 @@ from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.stop import Stopped, StopRequest
 from murmuration.train.engines.base import Engine
 from murmuration.train.engines.choose import EngineSettings
+from murmuration.train.noise.adaptive_norm import next_rule
 from murmuration.train.noise.update import Noise
 from murmuration.train.optim.torch_optimizer import MakeOptimizer
 from murmuration.train.self_test.probes import SyntheticRecords
@@ -157,6 +158,11 @@ class PrivatePhase:
         self._make, self._after = make if self.rate is None else probed(make, self.rate), after
         return self.made
 
+    @property
+    def rule(self) -> ClipRule:
+        """That of the next step."""
+        return next_rule(self.clip, None if self.made is None else self.made.norm)
+
     def drawn(self, number: int) -> np.ndarray:
         """PRIVATE: the records of a step."""
         assert self.made is not None, "begin() comes first"
@@ -210,7 +216,7 @@ class PrivatePhase:
             return header() | ({} if self.rate is None else self.rate.state())
 
         copies = self._settings.ranks_per_copy
-        return Saving.of(run, self.number, self.engine, copies, manifest, list_unusable, whole)
+        return Saving(run, self.number, self.engine, copies, manifest, list_unusable, whole)
 
     def close(self) -> None:
         self._at_end.close()

@@ -31,30 +31,26 @@ ROUNDING = 1e-9
 LEAST_TAIL = 1e-15
 
 
-def is_refuted(canaries: int, guesses: int, correct: int, curve: TradeOff, level: float) -> bool:
-    """Whether `correct` or more right guesses are at most `level` likely under every algorithm with this curve."""
-    return _exceeds(canaries, guesses, correct, curve, level)
-
-
 def curve_p_value(canaries: int, guesses: int, correct: int, curve: TradeOff) -> float:
     """Upper bound on the probability of `correct` or more right guesses under any algorithm with this curve; at least
     1e-15."""
-    if not _exceeds(canaries, guesses, correct, curve, 1.0):
+    if not is_refuted(canaries, guesses, correct, curve, 1.0):
         return 1.0
-    if _exceeds(canaries, guesses, correct, curve, LEAST_TAIL):
+    if is_refuted(canaries, guesses, correct, curve, LEAST_TAIL):
         return LEAST_TAIL
     possible, impossible = math.log(LEAST_TAIL), 0.0
     for _ in range(40):
         middle = (possible + impossible) / 2
-        exceeds = _exceeds(canaries, guesses, correct, curve, math.exp(middle))
-        possible, impossible = (possible, middle) if exceeds else (middle, impossible)
+        refuted = is_refuted(canaries, guesses, correct, curve, math.exp(middle))
+        possible, impossible = (possible, middle) if refuted else (middle, impossible)
     return math.exp(impossible)
 
 
-def _exceeds(canaries: int, guesses: int, correct: int, curve: TradeOff, tail: float) -> bool:
-    """Whether a tail of this probability needs a total probability above 1."""
+def is_refuted(canaries: int, guesses: int, correct: int, curve: TradeOff, level: float) -> bool:
+    """Whether `correct` or more right guesses are at most `level` likely under every algorithm with this curve: a tail
+    of this probability would need a total probability above 1."""
     limit = guesses / canaries * (1 + ROUNDING)
-    right, wrong = tail * correct / canaries, tail * (guesses - correct) / canaries
+    right, wrong = level * correct / canaries, level * (guesses - correct) / canaries
     for count in range(correct, 0, -1):
         needed = curve.false_alarms(right)
         if needed <= wrong:

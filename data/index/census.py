@@ -114,12 +114,9 @@ def remarks(census: Census) -> Iterator[str]:
 
 
 def _shares(counts: Counter[str], of: int, before: str, what: str) -> str:
-    shares = (f"{'all' if count == of else count} have {before}{shown(name)}" for name, count in _first(counts))
+    first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]
+    shares = (f"{'all' if count == of else count} have {before}{shown(name)}" for name, count in first)
     return ", ".join(shares) + (f", {len(counts) - _SHOWN} other {what}" if len(counts) > _SHOWN else "")
-
-
-def _first(members: Counter[str]) -> list[tuple[str, int]]:
-    return sorted(members.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]
 
 
 def beside_shards(folder: Path) -> Iterator[str]:

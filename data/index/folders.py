@@ -170,11 +170,8 @@ def _recognise(root: Path, names: list[bytes]) -> Rule:
         shown = ", ".join(sorted(tops))
         raise ShardError(f"{root}: contains splits ({shown}), not classes; name one, such as {root / min(tops)}")
     # Places365 sorts its classes into one folder per letter.
-    return "leaf" if all(len(top) == 1 and top.isalpha() for top in tops) and _deep(names) else "top"
-
-
-def _deep(names: list[bytes]) -> bool:
-    return all(name.count(b"/") >= 2 for name in names)
+    by_letter = all(len(top) == 1 and top.isalpha() for top in tops) and all(name.count(b"/") >= 2 for name in names)
+    return "leaf" if by_letter else "top"
 
 
 NAMES, ROWS, DIGESTS = "names.bin", "files.npy", "digests.npy"

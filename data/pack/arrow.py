@@ -222,7 +222,8 @@ def open_parquet_folder(source: Path, split: str | None, columns: Columns) -> Pi
     found = parquet_files(source)
     mine = [path for path in found if split is None or path.name.startswith(split)]
     if not mine:
-        raise PackError(f"{source}: no parquet file whose name begins with {split!r}; there are {_few(found)}")
+        there = ", ".join(path.name for path in found[:3]) + (" …" if len(found) > 3 else "")
+        raise PackError(f"{source}: no parquet file whose name begins with {split!r}; there are {there}")
     splits = {path.name.partition("-")[0] for path in mine}
     if split is None and len(splits) > 1:
         raise PackError(f"{source}: holds {', '.join(sorted(splits))}; choose one with --split")
@@ -250,7 +251,3 @@ def open_saved(source: Path, split: str | None, columns: Columns) -> Pictures:
     if missing := [name for name in names if not (folder / name).is_file()] or not names:
         raise PackError(f"{folder}: {missing if names else 'data files'} are not there; the expected layout is {HF}")
     return Pictures([_Stream(folder / name) for name in names], columns)
-
-
-def _few(paths: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in paths[:3]) + (" …" if len(paths) > 3 else "")

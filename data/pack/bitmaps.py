@@ -3,7 +3,6 @@ becomes a PNG, which loses nothing."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,17 +83,14 @@ class Cifar:
 
     def picture(self, at: str) -> bytes:
         file, _, number = at.rpartition("#")
-        before = sum(self._count(each) for each in self._files[: self._files.index(file)])
         size = self._form.header + _PIXELS
+        before = sum((self._root / each).stat().st_size // size for each in self._files[: self._files.index(file)])
         with (self._root / file).open("rb") as opened:
             opened.seek((int(number) - before) * size + self._form.header)
             raw = opened.read(_PIXELS)
         if len(raw) < _PIXELS:
             raise BadPicture(UNDECODABLE, "the file was cut while it was packed")
         return png(np.frombuffer(raw, np.uint8).reshape(3, _SIDE, _SIDE).transpose(1, 2, 0))
-
-    def _count(self, file: str) -> int:
-        return os.stat(self._root / file).st_size // (self._form.header + _PIXELS)
 
 
 def _labels(path: Path, header: int) -> Iterator[bytes]:

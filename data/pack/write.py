@@ -230,7 +230,9 @@ class _Packer:
             if self._counts[part] and not self._there(part):
                 done = self._write(part, done, total)
                 self._finish(part)
-        plan, left_out = self._plan, Counter(each["reason"] for each in _listed(self._request.target))
+        plan = self._plan
+        with (self._request.target / LEFT_OUT).open("rb") as file:
+            left_out = Counter(json.loads(line)["reason"] for line in file)
         indexes = [ShardIndex.open(self._request.targets[part]) if self._counts[part] else None for part in (0, 1)]
         assert indexes[0] is not None
         return Packed(
@@ -325,11 +327,6 @@ class _Packer:
 
 def _line(fault: dict[str, Any]) -> bytes:
     return json.dumps({name: value for name, value in fault.items() if value}).encode() + b"\n"
-
-
-def _listed(target: Path) -> Iterator[dict[str, str]]:
-    with (target / LEFT_OUT).open("rb") as file:
-        yield from map(json.loads, file)
 
 
 def _write_json(path: Path, value: Any, tidy: bool = True) -> None:

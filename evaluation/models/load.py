@@ -28,7 +28,7 @@ from murmuration.model.build import Model
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import Classifier
 from murmuration.model.mae import MaskedAutoencoder
-from murmuration.train.measures.captions import beam
+from murmuration.train.measures.captions import CaptionWriter
 from murmuration.train.measures.zero_shot import class_scores
 
 MASKS = b"masks of the pictures that a model is used on"  # public, so that the same patches are hidden each time
@@ -105,7 +105,7 @@ class LoadedModel(nn.Module):
     def captions(self, images: Tensor, beams: int = 1) -> list[str]:
         """Greedy ones, or the likeliest that a beam of this width meets."""
         model, text = self._captioner(), self.text
-        written = beam(model, model.encode_images(images), text, model.shape.text_length, beams)
+        written = CaptionWriter(model, text, model.shape.text_length).beam(model.encode_images(images), beams)
         return [text.decode(words) for words in written]
 
     @torch.no_grad()

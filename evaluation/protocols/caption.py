@@ -24,7 +24,7 @@ from murmuration.evaluation.protocols.caption_files import numbers_of, read_capt
 from murmuration.evaluation.session.result import Outcome, Result, Tile, write_csv
 from murmuration.evaluation.session.session import Chosen, Session, Work
 from murmuration.model.captioner import Captioner
-from murmuration.train.measures.captions import beam, greedy, nucleus
+from murmuration.train.measures.captions import CaptionWriter
 from murmuration.train.run.report_pictures import pixels, png
 
 LONGEST = 4
@@ -118,12 +118,12 @@ def _add_metrics(
 def _decoded(
     model: Captioner, images: Tensor, ids: np.ndarray, arguments: Namespace, text: TextEncoder
 ) -> list[list[int]]:
-    memory, length = model.encode_images(images), model.shape.text_length
+    memory, writer = model.encode_images(images), CaptionWriter(model, text, model.shape.text_length)
     if arguments.decode == "beam":
-        return beam(model, memory, text, length, arguments.beams)
+        return writer.beam(memory, arguments.beams)
     if arguments.decode == "nucleus":
-        return nucleus(model, memory, text, length, p=arguments.p, seed=arguments.seed, records=ids.tolist())
-    return greedy(model, memory, text, length)
+        return writer.nucleus(memory, arguments.p, arguments.seed, ids.tolist())
+    return writer.greedy(memory)
 
 
 # How near written captions come to those of people: BLEU-4, ROUGE-L and CIDEr-D, by their published formulas.

@@ -237,7 +237,7 @@ class Launched:
     """A command that a launcher starts: deepspeed, torchrun, srun."""
 
     def __init__(self, launcher: str, module: str, arguments: list[str], log: Path) -> None:
-        given = [*shlex.split(launcher), "-m", "murmuration", _name(module), *arguments]
+        given = [*shlex.split(launcher), "-m", "murmuration", "train" if module == TRAIN else "evaluate", *arguments]
         if "deepspeed" in launcher:
             given[given.index("-m")] = "--module"
         with log.open("ab") as file:
@@ -248,10 +248,6 @@ class Launched:
 
     def stop(self) -> None:
         self._process.terminate()
-
-
-def _name(module: str) -> str:
-    return "train" if module == TRAIN else "evaluate"
 
 
 class Forked:

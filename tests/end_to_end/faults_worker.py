@@ -218,8 +218,8 @@ def scaled_later(engine: Any) -> None:
                 flat.grad.mul_(0.5)
 
     engine._hook.remove()
-    engine._base.register_step_pre_hook(halve)
-    engine._hook = engine._base.register_step_pre_hook(engine._before_optimizer_step)
+    engine._optimizer.register_step_pre_hook(halve)
+    engine._hook = engine._optimizer.register_step_pre_hook(engine._before_optimizer_step)
 
 
 def last_window_lost(engine: DeepSpeedEngine) -> None:

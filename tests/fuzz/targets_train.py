@@ -204,7 +204,7 @@ class RunDirectory(Target):
                     config=SimpleNamespace(run=SimpleNamespace(keep_best="public_loss")),  # pyright: ignore
                     board=SimpleNamespace(say=print), stop=None,  # pyright: ignore
                 )  # fmt: skip
-                loaded = run.latest_checkpoint()
+                loaded = run.latest()
             finally:
                 ledger.close()
             if segment is None and (loaded is None or loaded.digest != self.newest):

@@ -75,8 +75,7 @@ def private_phase(privacy: dict[str, Any] | None = None, **more: Any) -> Phase:
 
 
 def plan_of(phase: Phase, records: int = 1000, known: PrivacyPlan | None = None, **more: Any) -> PrivacyPlan:
-    assert phase.privacy is not None
-    return plan_of_phase(phase, phase.privacy, records, "phases.0", known, **more)
+    return plan_of_phase(phase, records, "phases.0", known=known, **more)
 
 
 def refusal(read: Callable[..., Config], *changes: Change, overrides: list[str] | None = None) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
+from murmuration.accounting.plan import PrivacyPlan
 from murmuration.model.inputs import DROP_KEY
+from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.config.phase import Evaluation, Monitor
 from murmuration.train.config.root import Config
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
 
 
@@ -28,6 +32,11 @@ def config(dropout: float = 0.2, drop_path: float = 0.5, **phase: Any) -> Config
 
 def ready(**changes: Any) -> ReadyPhase:
     return prepare(config(**changes))[0]
+
+
+def private_of(clip: ClipEngine, plan: PrivacyPlan, norm: AdaptiveNorm | None = None) -> Any:
+    """What is asked of a private phase where public records are measured."""
+    return SimpleNamespace(clip=clip, plan=plan, rule=next_rule(clip, norm))
 
 
 def measured(phase: ReadyPhase) -> ReadyPhase:

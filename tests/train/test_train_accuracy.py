@@ -90,7 +90,7 @@ def measured(phase: ReadyPhase, model: Any, ranks: int = 1, micro_batch: int = 4
     def act(one: Any) -> tuple[dict[str, float], str | None]:
         # A model of its own, as a process has: the head's outputs are heard where they are made.
         engine: Any = StillEngine(copy.deepcopy(model), torch.device("cpu"))
-        evaluator = PublicEvaluator(phase, engine, one, micro_batch, b"m" * 32, None, None)
+        evaluator = PublicEvaluator(phase, engine, one, micro_batch, b"m" * 32)
         return evaluator.measure(), evaluator.news_of_unusable()
 
     found = on_ranks(ranks, act)
@@ -114,7 +114,7 @@ def test_stored_features_of_held_out_records_give_the_same_answers(world: Path, 
         own = copy.deepcopy(model)
         stored = held_out_features(run, keeping, own)
         engine: Any = StillEngine(own, torch.device("cpu"))
-        evaluator = PublicEvaluator(keeping, engine, one, 4, b"m" * 32, None, None, stored=stored)
+        evaluator = PublicEvaluator(keeping, engine, one, 4, b"m" * 32, stored=stored)
         return evaluator.measure(), evaluator.news_of_unusable()
 
     expected = measured(phase, model)
@@ -211,7 +211,7 @@ def test_records_that_cannot_be_measured_are_counted_once(world: Path) -> None:
 
     def act(one: Any) -> list[str | None]:
         engine: Any = StillEngine(model_of(phase), torch.device("cpu"))
-        evaluator = PublicEvaluator(phase, engine, one, 4, b"m" * 32, None, None)
+        evaluator = PublicEvaluator(phase, engine, one, 4, b"m" * 32)
         told = []
         for _ in range(2):
             evaluator.measure()

@@ -27,7 +27,7 @@ from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.ready_phase import plan_of_phase, planned_epsilon
 from murmuration.train.step import PrivateStep
-from tests.support.drops_world import measured, ready
+from tests.support.drops_world import measured, private_of, ready
 from tests.support.self_test_world import tried
 from tests.support.step_world import METRIC_KEY, journal_at, read, step_of, weights
 from tests.support.train_helpers import alone, plan_for, private_engine
@@ -190,7 +190,7 @@ def settings(clip: dict[str, Any], optimizer: dict[str, Any] | None = None) -> P
 def test_the_config_becomes_a_frozen_rule_and_a_charged_count() -> None:
     phase = settings({"norm": 2.0, "adaptive": {"quantile": 0.6}})
     assert phase.privacy is not None
-    plan = plan_of_phase(phase, phase.privacy, 1000, "phases.0")
+    plan = plan_of_phase(phase, 1000, "phases.0")
     assert plan.adaptive == AdaptiveRule(0.6, 0.2, 2e-4, 2e4) and plan.clip_norm == 2.0
     assert [(m.name, m.bound, m.std) for m in plan.metrics] == [(METRIC, 0.5, 2.5)], "a tenth of the batch, in halves"
     fixed = replace(plan, metrics=())
@@ -212,7 +212,7 @@ def test_what_is_measured_at_a_checkpoint_is_measured_at_the_norm_of_the_next_st
     for make in (PublicEvaluator, LossMonitor):
 
         def found(clip: Any, norm: AdaptiveNorm | None, make: Any = make) -> dict[str, float]:
-            seen = make(phase, engine, alone(), 8, b"m" * 32, clip, plan, norm).measure()
+            seen = make(phase, engine, alone(), 8, b"m" * 32, private_of(clip, plan, norm)).measure()
             return seen if isinstance(seen, dict) else seen.values
 
         assert found(clip, moved) == pytest.approx(found(there, None), rel=1e-6) != pytest.approx(found(clip, None))

@@ -283,7 +283,7 @@ def test_every_shipped_config_loads_and_can_keep_its_promise(path: Path) -> None
             continue
         assert phase.data.expected_records is not None, "so that a dry run works without the data"
         quick = phase.privacy.model_copy(update={"noise_multiplier": phase.privacy.noise_multiplier or 1.0})
-        plan = plan_of_phase(phase, quick, phase.data.expected_records, "phases")
+        plan = plan_of_phase(phase.model_copy(update={"privacy": quick}), phase.data.expected_records, "phases")
         clip_rule(phase.privacy, plan, config.micro_batch)
         twin = load(path, [f"phases.{number}.privacy=null"])
         assert twin.phases[number].batch == round(phase.privacy.expected_batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +31,11 @@ from murmuration.train.planner.forecast import counted
 from murmuration.train.public.evaluation import PublicEvaluator, layer_of
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.ready_phase import ReadyPhase
-from murmuration.train.run.phase import _reader  # pyright: ignore[reportPrivateUsage]
+from murmuration.train.run.phase import PhaseTraining
 from murmuration.train.run.public_mixing import MixingEngine
 from murmuration.train.self_test.probes import SyntheticRecords, synthetic_batch
 from murmuration.train.self_test.self_test import self_test
-from tests.support.drops_world import Modes, config, measured, noted, ready
+from tests.support.drops_world import Modes, config, measured, noted, private_of, ready
 from tests.support.train_helpers import LocalEngine, alone, on_ranks, plan_for, private_engine
 
 RULE = ClipRule("flat", 0.05, 0.0)
@@ -57,10 +56,10 @@ def test_a_phase_derives_its_keys_for_dropout_as_for_masks() -> None:
         return key_of(purpose)
 
     run: Any = SimpleNamespace(ranks=alone())
-    batch = _reader(run, ready(), nn.Module(), derive, ExitStack()).read(np.array([4, -1, 9]), 3)
+    batch = PhaseTraining(run, ready()).read(derive).read(np.array([4, -1, 9]), 3)
     assert set(asked) == {"augmentation", "dropout", "masks"}
     assert batch.inputs[DROP_KEY].tolist() == [drop_key(key_of("dropout"), 3, 4), 0, drop_key(key_of("dropout"), 3, 9)]
-    plain = _reader(run, ready(dropout=0.0, drop_path=0.0), nn.Module(), derive, ExitStack()).read(np.array([4]), 3)
+    plain = PhaseTraining(run, ready(dropout=0.0, drop_path=0.0)).read(derive).read(np.array([4]), 3)
     assert set(plain.inputs) == {"images", "mask_noise"}
     assert not ready().data_spec(augment=False).drop_keys and ready(dropout=0.0).data_spec(augment=True).drop_keys
 
@@ -220,8 +219,8 @@ def test_measurements_drop_nothing_and_training_goes_on_dropping() -> None:
     engine, _, _ = private_engine(alone(), plan_for(), False, model)
     clip = BookKeepingClip(ClipRule("flat", 0.05, 0.0))
     training = synthetic_batch(phase.shape, "mae", 4, 0)
-    evaluator = PublicEvaluator(phase, engine, alone(), 8, b"m" * 32, clip, plan_for())
-    monitor = LossMonitor(phase, engine, alone(), 8, b"m" * 32, None, None)
+    evaluator = PublicEvaluator(phase, engine, alone(), 8, b"m" * 32, private_of(clip, plan_for()))
+    monitor = LossMonitor(phase, engine, alone(), 8, b"m" * 32)
     engine.accumulate(training)
     assert noted(model) == [True]
     for measurement in (evaluator, monitor):
@@ -244,11 +243,11 @@ def test_public_records_are_measured_in_the_precision_of_training() -> None:
     engine, clip, _ = private_engine(alone(), plan_for(), False, build(phase.shape, "mae"))
     found = {
         precision: PublicEvaluator(
-            phase, engine, alone(), 16, b"m" * 32, clip, plan_for(), precision=precision
+            phase, engine, alone(), 16, b"m" * 32, private_of(clip, plan_for()), precision=precision
         ).measure()["public_loss"]
         for precision in ("fp32", "bf16")
     }
-    batch = PublicEvaluator(phase, engine, alone(), 16, b"m" * 32, None, None).reader.read(np.arange(16), 0)
+    batch = PublicEvaluator(phase, engine, alone(), 16, b"m" * 32).reader.read(np.arange(16), 0)
     model = engine.model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = float(model(batch.inputs).float().mean())
@@ -259,7 +258,7 @@ def test_public_records_are_measured_in_the_precision_of_training() -> None:
 def test_signal_to_noise_is_told_of_the_whole_gradient_and_of_each_layer() -> None:
     phase, plan = measured(ready()), plan_for()
     engine, clip, _ = private_engine(alone(), plan, False, build(phase.shape, "mae"))
-    evaluator = PublicEvaluator(phase, engine, alone(), 16, b"m" * 32, clip, plan)
+    evaluator = PublicEvaluator(phase, engine, alone(), 16, b"m" * 32, private_of(clip, plan))
     whole = evaluator.measure()["update_snr"]
     batch = evaluator.reader.read(np.arange(16), 0)
     model = engine.model.eval()

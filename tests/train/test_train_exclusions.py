@@ -68,7 +68,7 @@ def ready(tmp_path: Path, shards: Path, **phase: Any) -> ReadyPhase:
 
 def plan_of(phase: ReadyPhase) -> PrivacyPlan:
     assert phase.settings.privacy is not None
-    return plan_of_phase(phase.settings, phase.settings.privacy, phase.index.records, "phases.0")
+    return plan_of_phase(phase.settings, phase.index.records, "phases.0")
 
 
 class Noting(LocalFiles):

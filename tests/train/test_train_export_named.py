@@ -44,12 +44,12 @@ def trained(folder: Path, kind: str, objective: Objective = "classify", adapters
         model.load_state_dict(merged(tensors), strict=False)
     model.requires_grad_(False)
     seen = Preprocessing(256, 224, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
-    return Finished(model, tensors, seen, NAMES if objective == "classify" else (), None, 7)
+    return Finished(model, tensors, seen, NAMES if objective == "classify" else (), None, 7, metadata={"made": "here"})
 
 
 def written(finished: Finished, out: Path, form: str) -> Path:
     out.mkdir()
-    write_form(form, finished, out, {"made": "here"})
+    write_form(form, finished, out)
     return out
 
 

@@ -20,7 +20,7 @@ from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.model.trainable import TrainableError, select
 from murmuration.model.warm_start import initialise_from
 from murmuration.train.config.load import ConfigError, load
-from murmuration.train.measures.captions import beam
+from murmuration.train.measures.captions import CaptionWriter
 from murmuration.train.planner.cluster import Cluster
 from murmuration.train.planner.forecast import forecast
 from tests.support import brute_force
@@ -141,7 +141,7 @@ def test_a_caption_of_a_tokenizer_without_padding_is_the_likeliest(tmp_path: Pat
         head = model.get_submodule("body.net.lm_head")
         head.weight.zero_()  # pyright: ignore
         head.register_parameter("bias", torch.nn.Parameter(torch.arange(float(WORDS))))
-    assert beam(model, memory, text, 4, 1) == [[IMAGE] * 3] * 3
+    assert CaptionWriter(model, text, 4).beam(memory, 1) == [[IMAGE] * 3] * 3
 
 
 def private_records(folder: Path, count: int, seed: int) -> Path:

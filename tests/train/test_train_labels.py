@@ -250,7 +250,7 @@ def test_what_is_measured_is_scikit_learns_on_all_ranks(world: Path, ranks: int,
 
     def act(one: Any) -> dict[str, float]:
         engine: Any = StillEngine(copy.deepcopy(model), torch.device("cpu"))
-        return PublicEvaluator(phase, engine, one, micro_batch, b"m" * 32, None, None).measure()
+        return PublicEvaluator(phase, engine, one, micro_batch, b"m" * 32).measure()
 
     found = on_ranks(ranks, act)
     assert all(each == found[0] for each in found) and list(found[0]) == ["public_loss", "mean_average_precision"]

@@ -236,7 +236,7 @@ def test_it_goes_on_from_a_checkpoint_as_if_never_stopped() -> None:
 def test_both_sums_are_charged_with_the_gradient_within_the_budget() -> None:
     phase = Phase.model_validate(PHASE)
     assert phase.privacy is not None
-    plan = plan_of_phase(phase, phase.privacy, 5000, "phases.0")
+    plan = plan_of_phase(phase, 5000, "phases.0")
     assert {m.name: (m.bound, m.std) for m in plan.metrics} == {SLOPE: (0.1, 0.8), CURVATURE: (0.1, 0.8)}
     together = (plan.noise_multiplier**-2 + 2 * 8.0**-2) ** -0.5
     assert plan.effective_noise_multiplier == pytest.approx(together, rel=1e-12)
@@ -245,7 +245,7 @@ def test_both_sums_are_charged_with_the_gradient_within_the_budget() -> None:
     del without["privacy"]["loss_probes"]
     plain = Phase.model_validate(without)
     assert plain.privacy is not None
-    assert plan_of_phase(plain, plain.privacy, 5000, "phases.0").noise_multiplier < plan.noise_multiplier
+    assert plan_of_phase(plain, 5000, "phases.0").noise_multiplier < plan.noise_multiplier
 
 
 def test_a_schedule_that_falls_by_itself_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
 from murmuration.train.run.cached_features import fill
-from murmuration.train.run.phase import _loader  # pyright: ignore[reportPrivateUsage]
+from murmuration.train.run.phase import PhaseTraining
 from murmuration.train.run.public_mixing import MixingEngine
 from tests.support.train_helpers import LocalEngine, alone, plan_for, private_engine
 
@@ -132,9 +132,10 @@ def test_a_phase_computes_on_the_bits_that_the_host_made(
     run: Any = SimpleNamespace(ranks=alone())
     epochs = PublicEpochs(RECORDS, 6, b"order")
     engine, _, _ = private_engine(alone(), plan_for(), False, build_model(phase.shape, objective))
-    with ExitStack() as at_end:
+    training = PhaseTraining(run, phase)
+    with training.at_end:
         reader = HeldOutReader(reader_of(phase), held_out) if held_out else reader_of(phase)
-        loader = _loader(run, phase, reader, PublicOrder(epochs), 4, at_end)
+        loader = training.load(reader, PublicOrder(epochs), 4)
         for step in (1, 2, 3):
             draw, batches = loader.step(step)
             given = list(batches)
@@ -147,11 +148,11 @@ def test_a_phase_computes_on_the_bits_that_the_host_made(
 @pytest.mark.parametrize("objective", FAMILIES)
 def test_evaluation_and_monitor(ready: Callable[[str], ReadyPhase], objective: str) -> None:
     phase = ready(objective)
-    engine, clip, _ = private_engine(alone(), plan_for(), False, build_model(phase.shape, objective))
+    engine, _, _ = private_engine(alone(), plan_for(), False, build_model(phase.shape, objective))
     whole = expected(phase, "center", range(RECORDS), 0)
     for measurement in (
-        PublicEvaluator(phase, engine, alone(), 4, MASK_KEY, clip, None),
-        LossMonitor(phase, engine, alone(), 4, MASK_KEY, None, None),
+        PublicEvaluator(phase, engine, alone(), 4, MASK_KEY),
+        LossMonitor(phase, engine, alone(), 4, MASK_KEY),
     ):
         for _ in range(2):
             with noting(engine.model) as seen:

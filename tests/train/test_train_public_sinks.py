@@ -71,12 +71,13 @@ def trained(folder: Path, data: Path) -> dict[str, bytes]:
             seen.add(batch.present, batch.inputs["images"].sum((1, 2, 3)), batch.present.float())
         return seen
 
+    run: Any = SimpleNamespace(
+        ranks=alone(), forget=lambda done: None,
+        checkpoints=SimpleNamespace(begin=lambda *given: None, settle=lambda *given: None),
+    )  # fmt: skip
     parts: dict[str, Any] = {
         "name": "private", "steps": STEPS, "rates": lambda step: 0.5, "make": step,
-        "saving": Saving(
-            SimpleNamespace(begin=lambda *given: None, settle=lambda *given: None),  # pyright: ignore
-            alone(), 0, None, True, dict, lambda *given: None,  # pyright: ignore
-        ),
+        "saving": Saving(run, 0, None, True, dict),  # pyright: ignore
         "board": board,
         "pace": Pace(RECORDS / 4, public=False, synthetic=1000.0, feed=Feed(lambda: loader.waited, 2)),
     }  # fmt: skip

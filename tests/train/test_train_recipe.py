@@ -95,18 +95,18 @@ def test_a_resumed_plan_takes_its_sigma_from_the_ledger_unless_something_changed
     monkeypatch.setattr(make_plan, "calibrate_sigma", lambda *_, **__: 7.5)
     phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
     assert phase.privacy is not None
-    first = plan_of_phase(phase, phase.privacy, 40, "phases.1")
+    first = plan_of_phase(phase, 40, "phases.1")
     assert first.noise_multiplier == 7.5 and first.delta == 1 / 80 and first.divisor == pytest.approx(20)
     known = dataclasses.replace(first, noise_multiplier=8.5)
-    assert plan_of_phase(phase, phase.privacy, 40, "p", known).noise_multiplier == 8.5
+    assert plan_of_phase(phase, 40, "p", known=known).noise_multiplier == 8.5
     longer = phase.model_copy(update={"steps": 6})
-    assert plan_of_phase(longer, phase.privacy, 40, "p", known).noise_multiplier == 7.5
+    assert plan_of_phase(longer, 40, "p", known=known).noise_multiplier == 7.5
 
 
 def test_exact_noise_has_as_much_more_as_its_grid_takes(loaded: Callable[..., Config]) -> None:
     phase = loaded(put("phases.1.privacy.noise_multiplier", None)).phases[1]
     assert phase.privacy is not None
-    plain, exact = (plan_of_phase(phase, phase.privacy, 40, "phases.1", noise=kind) for kind in ("aes", "exact"))
+    plain, exact = (plan_of_phase(phase, 40, "phases.1", kind) for kind in ("aes", "exact"))
     assert (plain.noise.growth, exact.noise.growth) == (0.0, 1e-6)
     assert 0 < exact.noise_multiplier - plain.noise_multiplier < 2.1e-5
     assert planned_epsilon(exact) <= exact.epsilon_budget
@@ -142,7 +142,7 @@ def test_it_is_one_step_over_all_records(tmp_path: Path) -> None:
     assert phase.features is not None and phase.privacy is not None and math.isinf(phase.privacy.expected_batch)
     settled = with_steps(phase, 500, "phases.0")
     assert settled.privacy is not None
-    plan = plan_of_phase(settled, settled.privacy, 500, "phases.0")
+    plan = plan_of_phase(settled, 500, "phases.0")
     assert plan.sampling == Poisson(2**32) and plan.steps == 1 and plan.divisor == 500.0
     same = given(tmp_path, {"objective": "classify", "trainable": "statistics"})
     assert same.digest(0, {}) == given(tmp_path, {}).digest(0, {})
@@ -183,7 +183,7 @@ def test_the_plan_names_the_unit_and_n_is_what_it_is_given(loaded: Make) -> None
     config = loaded(*UNIT, put(f"{DATA}.rows_per_unit", 3), put(f"{DATA}.unit_reduce", "sum"))
     phase = config.phases[1]
     assert phase.privacy is not None and unit_of(phase) == Unit("patient_id", 3, "sum") and phase.rows_of_a_slot == 3
-    plan = plan_of_phase(phase, phase.privacy, 100, "phases.1", table="digest")
+    plan = plan_of_phase(phase, 100, "phases.1", table="digest")
     assert plan.units == Unit("patient_id", 3, "sum", "digest") and "'patient_id'" in plan.unit
     assert (plan.records, plan.delta, plan.divisor) == (100, 1 / 200, pytest.approx(20))
     assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]

@@ -175,7 +175,7 @@ def test_one_step_at_eight_budgets(epsilon: float, at_a_millionth: float) -> Non
     """The paper's delta, 1e-6, exceeds 1/n: it is refused, and 1/n = 7.8e-7 asks for slightly more noise."""
     settings = load(FILES["transfer_vith_onestep"], [f"phases.1.privacy.epsilon={float(epsilon)}"]).phases[1]
     assert settings.privacy is not None
-    plan = plan_of_phase(with_steps(settings, IMAGENET, "phases.1"), settings.privacy, IMAGENET, "phases.1")
+    plan = plan_of_phase(with_steps(settings, IMAGENET, "phases.1"), IMAGENET, "phases.1")
     assert abs(calibrate_sigma(Event(1.0, 1.0, 1), float(epsilon), 1e-6) - at_a_millionth) < 6e-5
     assert at_a_millionth < plan.noise_multiplier < 1.015 * at_a_millionth
     assert plan.sampling == Poisson(2**32) and 0.999 * epsilon < planned_epsilon(plan) <= epsilon

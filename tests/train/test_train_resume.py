@@ -69,7 +69,7 @@ class Run:
             board=SimpleNamespace(say=self.said.append), stop=None,  # pyright: ignore
         )  # fmt: skip
         try:
-            loaded = run.latest_checkpoint()
+            loaded = run.latest()
             if loaded is None:
                 return None, None
             return loaded.position.step, journal.new_segment_reason(0, loaded.position.step, "config")

@@ -32,12 +32,13 @@ class Loop:
     def __init__(self, stop: Exception | None = None, ends_after: int = 99, lag: int = 1) -> None:
         self.said: list[Any] = []
         self.at, self.stop, self.ends_after = 0, stop, ends_after
+        run: Any = SimpleNamespace(
+            ranks=alone(), checkpoints=SimpleNamespace(begin=self.begin, settle=self.settle), forget=lambda done: None,
+            writer=SimpleNamespace(checkpointed=lambda phase, *told: self.said.append(("ledger", *told))),
+        )  # fmt: skip
         parts: Any = {
             "name": "private", "steps": 5, "rates": lambda step: 0.5, "make": self.one,
-            "saving": Saving(
-                SimpleNamespace(begin=self.begin, settle=self.settle), alone(), 0, None, True, dict,  # pyright: ignore
-                lambda step, digest: self.said.append(("ledger", step, digest)),
-            ),
+            "saving": Saving(run, 0, None, True, dict),  # pyright: ignore
             "board": SimpleNamespace(
                 public=self.public, measured=lambda phase, step, values, unusable: self.said.append((step, values)),
                 signals=lambda name, step, layers: self.said.append(("signals", step, layers)),

@@ -49,7 +49,7 @@ def test_the_plan_has_the_views_and_one_view_is_nowhere_said(loaded: Make) -> No
     for config, views in ((loaded(), 1), (loaded(CROPS, VIEWS), 4)):
         phase = config.phases[1]
         assert phase.privacy is not None
-        plan = plan_of_phase(phase, phase.privacy, 400, "phases.1")
+        plan = plan_of_phase(phase, 400, "phases.1")
         assert plan.views == views == phase.rows_of_a_slot and config.phases[0].rows_of_a_slot == 1
         assert plan.as_dict().get("views") == (None if views == 1 else 4)
         assert PrivacyPlan(**plan.as_dict()) == plan  # pyright: ignore[reportArgumentType]

@@ -45,7 +45,6 @@ from murmuration.accounting.ledger.lines import KEYED
 from murmuration.accounting.noise import IndependentNoise
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import RandomAllocation, make_sampling
-from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
 from murmuration.train.audit.canaries import CanaryBatches, CanaryClip, Coordinates, SilentBatches, WeakenedNoise, toss
@@ -128,12 +127,11 @@ class _Audit:
             self.engine_settings, Computation.of(self.config.run), number=phase.number,
             around_clip=lambda clip: CanaryClip(clip, coordinates), around_engine=WatchedEngine,
         ) as private:  # fmt: skip
-            clip, engine = private.clip, private.engine
-            assert isinstance(clip, CanaryClip) and isinstance(engine, WatchedEngine)
-            self.private = private
+            assert isinstance(private.clip, CanaryClip) and isinstance(private.engine, WatchedEngine)
+            self.private, self.clip, self.engine = private, private.clip, private.engine
             tested = private.prove(self._synthetic)
-            divisor = self._divisor(engine, clip)
-            shown, claim = self._train(engine, clip, included)
+            divisor = self._divisor()
+            shown, claim = self._train(included)
 
         def judged() -> tuple[AuditBound, float, dict[float, float]]:
             bound = shown.evidence.bound(claim, options.confidence)
@@ -148,35 +146,30 @@ class _Audit:
             power=power,
         )  # fmt: skip
 
-    def _train(self, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray) -> tuple[Shown, Claim]:
+    def _train(self, included: np.ndarray) -> tuple[Shown, Claim]:
         """Makes the audited run; returns what its canaries show and what its ledger charges."""
         plan, gradient = self.plan, self.options.kind == "gradient"
         crafted = None
         if not gradient:
             crafted = self._synthetic.batch(self.options.canaries, INPUT_SEED).inputs
         self.ranks.on_main(lambda: self._begin("audit", plan))
-        before = self._losses(engine, crafted)
-        segments = [self._segment(Segment("audit"), engine, clip, included, crafted)]
+        before = self._losses(crafted)
+        segments = [self._segment(Segment("audit"), included, crafted)]
         if self.options.again:
             second = Segment("audit again", self.planned.resumed_after)
             self.ranks.on_main(lambda: self._begin_segment(self._journals["audit"], second))
-            segments.append(self._segment(second, engine, clip, included, crafted))
+            segments.append(self._segment(second, included, crafted))
         claim = self.ranks.on_main(lambda: charged_claim(self._journals["audit"]))
         if not gradient:
-            return Shown(collect(before - self._losses(engine, crafted), included)), claim
+            return Shown(collect(before - self._losses(crafted), included)), claim
         numbers = self.planned.real + np.arange(self.options.canaries)
-        return Shown.by(segments, plan, numbers, included, clip.rule.bound), claim
+        return Shown.by(segments, plan, numbers, included, self.clip.rule.bound), claim
 
     def _segment(
-        self, segment: Segment, engine: WatchedEngine, clip: CanaryClip, included: np.ndarray,
-        crafted: Mapping[str, Tensor] | None,
+        self, segment: Segment, included: np.ndarray, crafted: Mapping[str, Tensor] | None
     ) -> SeenSegment:  # fmt: skip
-        plan, derive = self.plan, self._keys(segment)
-        reader = BatchReader(
-            self.phase.index, self.phase.data_spec(augment=True), self.phase.text,
-            augment_key=derive("augmentation"), mask_key=derive("masks"), dropout_key=derive("dropout"),
-            slots=self.phase.slot_rows(derive("augmentation")),
-        )  # fmt: skip
+        plan, derive, engine, clip = self.plan, self._keys(segment), self.engine, self.clip
+        reader = self.phase.reader(derive, self.phase.slot_rows(derive("augmentation")))
         planted: Noise | None = None
         if self.options.noise_scale != 1:
             weak = WeakenedNoise(derive("noise"), plan.noise_std, plan.divisor, self.options.noise_scale)
@@ -196,7 +189,7 @@ class _Audit:
         values = seen.values(known, plan.divisor, self.ranks, self.engine_settings.ranks_per_copy)
         return SeenSegment(segment.begun_after + 1, values, np.array(took_part))
 
-    def _divisor(self, engine: WatchedEngine, clip: CanaryClip) -> Check:
+    def _divisor(self) -> Check:
         """Checks the divisor with a `PrivateStep` whose records are present but contribute zero, at learning rate 0 and
         in another ledger; with independent noise and Poisson draws."""
         plan = replace(
@@ -207,11 +200,11 @@ class _Audit:
         self.ranks.on_main(lambda: self._begin("divisor", plan))
         silent = SilentBatches(example, self.ranks)
         step = self._step(Segment("divisor"), self._journals.get("divisor"), plan, None, silent)
-        engine.watcher = seen = Sightings(clip.coordinates)
+        self.engine.watcher = seen = Sightings(self.clip.coordinates)
         for t in range(1, DIVISOR_STEPS + 1):
             step.run(t, 0.0)
-        engine.watcher = None
-        engine.set_optimizer_step(0)
+        self.engine.watcher = None
+        self.engine.set_optimizer_step(0)
         squares, elements = seen.sizes_of_noise(self.ranks, self.engine_settings.ranks_per_copy)
         sizes = np.array([len(step.records.draw(t).ids) for t in range(1, DIVISOR_STEPS + 1)])
         return check_divisor(squares, elements, plan.noise_std, plan.divisor, sizes)
@@ -247,12 +240,12 @@ class _Audit:
         link = Link.first(segment.name, segment.begun_after + 1, secret, steps_of_a_key)
         return PhaseKeys(partial(self.key.derive, phase=self.phase.number, segment=segment.name), KeyChain(link))
 
-    def _losses(self, engine: WatchedEngine, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
+    def _losses(self, crafted: Mapping[str, Tensor] | None) -> np.ndarray:
         """The loss of every input canary under the current weights. All ranks hold the same weights, so each computes
         all losses."""
         if crafted is None:
             return np.zeros(0)
-        found = []
+        found, engine = [], self.engine
         with torch.no_grad(), evaluating(engine.model):
             for start in range(0, self.options.canaries, self.micro_batch):
                 some = torch.arange(start, min(start + self.micro_batch, self.options.canaries))

@@ -33,7 +33,7 @@ from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.certificate.statement import compose
 from murmuration.accounting.epsilon.accountant import describe
 from murmuration.accounting.key_chain import KeyChain, PhaseKeys
-from murmuration.accounting.keys import Derive, RunKey
+from murmuration.accounting.keys import RunKey
 from murmuration.accounting.ledger.chain import Ledger
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.accounting.ledger.lines import KEYED
@@ -41,7 +41,6 @@ from murmuration.accounting.noise import CorrelationFact
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import noun
 from murmuration.data.batch.loader import Reader
-from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import EMPTY, Fetched, MicroBatch
 from murmuration.data.draw.samplers import make_sampler
 from murmuration.model.build import build
@@ -63,7 +62,7 @@ from murmuration.train.recipe.ready_phase import ReadyPhase, clip_rule, plan_of_
 from murmuration.train.run.board import Board, Pace
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import header
-from murmuration.train.run.phase import trainer_of
+from murmuration.train.run.phase import PhaseTraining
 from murmuration.train.run.public_mixing import PublicRecords
 from murmuration.train.run.report import write_report
 from murmuration.train.run.run import tell_state
@@ -375,30 +374,25 @@ def replay(
 ) -> ReplayReport:
     """Runs both trainings and compares them; `around` is for planted faults in tests."""
     phase, privacy = audited_phase(config, "a replay")
-    where = f"phases.{phase.number}"
     if privacy.sampling != "poisson":
-        raise RecipeError(f"a replay counts on Poisson samples; give --set {where}.privacy.sampling=poisson")
+        raise RecipeError(f"a replay counts on Poisson samples; give --set {phase.where}.privacy.sampling=poisson")
     if privacy.noise is not None:
-        raise RecipeError(f"a replay measures independent noise alone; give --set {where}.privacy.noise=null")
-    plan = plan_of_phase(phase.settings, privacy, phase.n, where, noise=config.run.noise)
+        raise RecipeError(f"a replay measures independent noise alone; give --set {phase.where}.privacy.noise=null")
+    plan = plan_of_phase(phase.settings, phase.n, phase.where, config.run.noise)
     steps = min(steps, plan.steps)
-    key = RunKey.fresh()
-    derive = PhaseKeys(
-        partial(key.derive, phase=phase.number, segment="replay"), KeyChain(key.first_link("replay", step=1))
-    )
+    phase = replace(phase, settings=phase.settings.model_copy(update={"steps": steps}))
     rule, one = clip_rule(privacy, plan, config.micro_batch), noun(plan.units)
-
+    twice = _Replay(config, ranks, phase, plan, rule, around)
     if record is None:
-        record = _first_drawn(derive, plan, steps)
+        record = twice.first_drawn()
     if not 0 <= record < plan.records:
         raise RecipeError(f"--record {record} is not among the {plan.records} {one}s; give a smaller number")
     folder = Path(tempfile.mkdtemp(prefix="murmuration-replay-"))
-    phase = replace(phase, settings=phase.settings.model_copy(update={"steps": steps}))
     worlds: list[World] = []
     try:
         for name, blanked in (("with", None), ("without", record)):
             leader = worlds[0] if worlds else None
-            worlds.append(_world(config, phase, plan, rule, key, derive, ranks, folder / name, blanked, around, leader))
+            worlds.append(twice.world(folder / name, blanked, leader))
         report = ReplayReport(phase.name, record, steps, 0, rule.sensitivity / plan.clip_norm, noun=one)
         compare(worlds[0], worlds[1], plan, report)
         return report
@@ -408,78 +402,83 @@ def replay(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _first_drawn(derive: Derive, plan: PrivacyPlan, steps: int) -> int:
-    """A random record of the first non-empty draw: a record that is never drawn would show nothing."""
-    sampler = make_sampler(plan.sampling, derive("sampling"), derive("sampling-digest"), plan.records)
-    for number in range(1, steps + 1):
-        if len(ids := sampler.draw(number).ids):
-            return int(ids[secrets.randbelow(len(ids))])
-    return secrets.randbelow(plan.records)
+@dataclass
+class _Replay:
+    """What both trainings are made of."""
 
+    config: Config
+    ranks: Ranks
+    phase: ReadyPhase
+    plan: PrivacyPlan
+    rule: ClipRule
+    around: Around
 
-def _world(
-    config: Config, phase: ReadyPhase, plan: PrivacyPlan, rule: ClipRule, key: RunKey,
-    derive: Derive, ranks: Ranks, folder: Path, blanked: int | None, around: Around, leader: World | None,
-) -> World:  # fmt: skip
-    torch.manual_seed(0)  # both begin from the same weights
-    model = build(phase.shape, phase.settings.objective)
-    select(model, phase.settings.trainable)
-    assert phase.settings.privacy is not None, "a phase without privacy is not replayed"
-    private = PrivatePhase(
-        plan, model, rule, phase.settings.optimizer, derive, ranks, EngineSettings("local", config.micro_batch),
-        Computation.of(config.run), number=phase.number, around_engine=SummedEngine,
-        probes=phase.settings.privacy.loss_probes,
-    )  # fmt: skip
-    engine = private.engine
-    assert isinstance(engine, SummedEngine)
-    reader: Reader = BatchReader(
-        phase.index, phase.data_spec(augment=True), phase.text, augment_key=derive("augmentation"),
-        mask_key=derive("masks"), dropout_key=derive("dropout"),
-        slots=phase.slot_rows(derive("augmentation")),
-    )  # fmt: skip
-    if blanked is not None:
-        reader = BlankedReader(reader, blanked)
-    private.feed(reader)
-    run = _run(config, phase, plan, key, ranks, folder)
-    noise = RecordedNoise(around(private.core.noise("noise")))
-    steps: list[Leading | Following] = []
+    def __post_init__(self) -> None:
+        self.key = RunKey.fresh()
+        self.derive = PhaseKeys(
+            partial(self.key.derive, phase=self.phase.number, segment="replay"),
+            KeyChain(self.key.first_link("replay", step=1)),
+        )
 
-    def together(make: Make) -> Make:
-        """Learning rates that follow probes are around it, so that both follow the first training's."""
-        if leader is not None and isinstance(leader.step, Leading):
-            steps.append(Following(make, engine, leader.step, leader.engine))
-        else:
-            steps.append(Leading(make))
-        return steps[0]
+    def first_drawn(self) -> int:
+        """A random record of the first non-empty draw: a record that is never drawn would show nothing."""
+        plan, derive = self.plan, self.derive
+        sampler = make_sampler(plan.sampling, derive("sampling"), derive("sampling-digest"), plan.records)
+        for number in range(1, self.phase.settings.steps + 1):
+            if len(ids := sampler.draw(number).ids):
+                return int(ids[secrets.randbelow(len(ids))])
+        return secrets.randbelow(plan.records)
 
-    made = private.begin(run.writer, run.stop, noise=noise, around_step=together)
-    watching = PublicRecords.of(run, phase, engine, derive, private.clip, plan, made.norm)
-    pace = Pace(plan.divisor, public=False, synthetic=PACE)
-    saving = private.saving(run, lambda: header(run, phase), lambda: None)
-    trainer = trainer_of(run, phase, private.step, pace, saving, watching, 0, plan, rule.bound)
-    return World(run, private, steps[0], noise, trainer)
+    def world(self, folder: Path, blanked: int | None, leader: World | None) -> World:
+        phase, plan, derive, config = self.phase, self.plan, self.derive, self.config
+        torch.manual_seed(0)  # both begin from the same weights
+        model = build(phase.shape, phase.settings.objective)
+        select(model, phase.settings.trainable)
+        assert phase.settings.privacy is not None, "a phase without privacy is not replayed"
+        private = PrivatePhase(
+            plan, model, self.rule, phase.settings.optimizer, derive, self.ranks,
+            EngineSettings("local", config.micro_batch), Computation.of(config.run), number=phase.number,
+            around_engine=SummedEngine, probes=phase.settings.privacy.loss_probes,
+        )  # fmt: skip
+        engine = private.engine
+        assert isinstance(engine, SummedEngine)
+        reader: Reader = phase.reader(derive, phase.slot_rows(derive("augmentation")))
+        if blanked is not None:
+            reader = BlankedReader(reader, blanked)
+        private.feed(reader)
+        # A run directory like that of any run, with board and ledger.
+        run_dir, key = RunDir(folder), self.key
+        run_dir.prepare()
+        journal = Journal(Ledger.open(run_dir.ledger))
+        journal.start_run("replay", key.check_value(), key.debug, {}, KEYED, public_key(key))
+        journal.declare_plan(phase.number, phase.name, plan, describe("pld"))
+        checkpoints = Checkpoints(run_dir.checkpoints, self.ranks, Keep())
+        checkpoints.times = PublicTimes(START)
+        run = RunContext(
+            "replay", run_dir, self.ranks, journal, key, checkpoints, None, config,
+            Board(run_dir, self.ranks.main, checkpoints.times, config.run.private_curves, config.phases),
+            StopRequest(run_dir.stop_file),
+        )  # fmt: skip
+        contents = run.contents(phase)
+        digest = config.digest(phase.number, contents)
+        journal.begin_segment(phase.number, digest, contents["data"], 0, "first", "replay")
+        noise = RecordedNoise(self.around(private.core.noise("noise")))
+        steps: list[Leading | Following] = []
 
+        def together(make: Make) -> Make:
+            """Learning rates that follow probes are around it, so that both follow the first training's."""
+            if leader is not None and isinstance(leader.step, Leading):
+                steps.append(Following(make, engine, leader.step, leader.engine))
+            else:
+                steps.append(Leading(make))
+            return steps[0]
 
-def _run(
-    config: Config, phase: ReadyPhase, plan: PrivacyPlan, key: RunKey, ranks: Ranks, folder: Path
-) -> RunContext:  # fmt: skip
-    """A run directory like that of any run, with board and ledger."""
-    run_dir = RunDir(folder)
-    run_dir.prepare()
-    journal = Journal(Ledger.open(run_dir.ledger))
-    journal.start_run("replay", key.check_value(), key.debug, {}, KEYED, public_key(key))
-    journal.declare_plan(phase.number, phase.name, plan, describe("pld"))
-    checkpoints = Checkpoints(run_dir.checkpoints, ranks, Keep())
-    checkpoints.times = PublicTimes(START)
-    run = RunContext(
-        "replay", run_dir, ranks, journal, key, checkpoints, None, config,
-        Board(run_dir, ranks.main, checkpoints.times, config.run.private_curves, config.phases),
-        StopRequest(run_dir.stop_file),
-    )  # fmt: skip
-    contents = run.contents(phase)
-    digest = config.digest(phase.number, contents)
-    journal.begin_segment(phase.number, digest, contents["data"], 0, "first", "replay")
-    return run
+        private.begin(run.writer, run.stop, noise=noise, around_step=together)
+        watching = PublicRecords.of(run, phase, engine, derive, private)
+        pace = Pace(plan.divisor, public=False, synthetic=PACE)
+        saving = private.saving(run, lambda: header(run, phase), lambda: None)
+        trainer = PhaseTraining(run, phase).trainer(private.step, pace, saving, watching, self.rule)
+        return World(run, private, steps[0], noise, trainer)
 
 
 # Everything that a run shows to the public, as bytes: it must be equal in two runs that differ in one record.

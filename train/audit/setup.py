@@ -66,16 +66,14 @@ def audited_phase(config: Config, kind: str) -> tuple[ReadyPhase, Privacy]:
     phase = next((phase for phase in prepare(config) if phase.private), None)
     if phase is None or phase.settings.privacy is None:
         raise RecipeError("no phase of this config has `privacy`, so there is no claim to audit; name a private recipe")
-    where, privacy = f"phases.{phase.number}.privacy", phase.settings.privacy
-    if privacy.clip.adaptive is not None:
-        raise RecipeError(f"{kind} holds C fixed; give --set {where}.clip.adaptive=null")
-    return phase, privacy
+    if phase.settings.privacy.clip.adaptive is not None:
+        raise RecipeError(f"{kind} holds C fixed; give --set {phase.where}.privacy.clip.adaptive=null")
+    return phase, phase.settings.privacy
 
 
 def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     numbers_of_guesses(options.canaries)
     phase, privacy = audited_phase(config, "an audit")
-    where = f"phases.{phase.number}"
     weights = build(phase.shape, phase.settings.objective, device="meta").parameters()
     elements = sum(p.numel() for p in weights if p.requires_grad)
     if options.kind == "gradient" and options.canaries > elements:
@@ -83,7 +81,7 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
             f"{options.canaries} canaries need as many parameters; the model has {elements}, so use fewer"
         )
     real = min(options.records, phase.n)
-    together, rate = _turn(privacy, options, where)
+    together, rate = _turn(privacy, options, phase.where)
     batch = rate * (real + options.canaries) / privacy.bands
     claim = {
         "epsilon": options.epsilon,
@@ -97,10 +95,10 @@ def set_up_audit(config: Config, options: AuditOptions) -> AuditSetup:
     settings = phase.settings.model_copy(update={"privacy": claimed, "steps": options.steps * together})
     if options.noise_scale != 1 and config.run.noise != "aes":
         raise RecipeError("--noise-scale weakens AES noise only; add --set run.noise=aes")
-    plan = plan_of_phase(settings, claimed, real + options.canaries, where, noise=config.run.noise)
+    plan = plan_of_phase(settings, real + options.canaries, phase.where, config.run.noise)
     if options.again:  # they are charged, too
         longer = settings.model_copy(update={"steps": (options.steps + options.again) * together})
-        charged = plan_of_phase(longer, claimed, real + options.canaries, where, noise=config.run.noise)
+        charged = plan_of_phase(longer, real + options.canaries, phase.where, config.run.noise)
         plan = replace(plan, noise_multiplier=charged.noise_multiplier)
     try:
         rule = clip_rule(claimed, plan, config.micro_batch)

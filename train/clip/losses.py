@@ -14,7 +14,6 @@ from torch import Tensor
 from murmuration.data.draw.micro_batch import ROW_SHARE
 from murmuration.train.clip.isolated import enter, entered, leave
 from murmuration.train.clip.layers import LAYER_RULES
-from murmuration.train.clip.refusal import refused
 from murmuration.train.clip.rule import ClipError
 from murmuration.train.clip.tracker import ParameterTracker
 
@@ -106,6 +105,8 @@ def isolated(
         except ClipError:
             raise
         except Exception as error:
+            from murmuration.train.clip.refusal import refused  # sentences for the few models that cannot run
+
             sentence = refused(error, model)
             if sentence is None:
                 raise

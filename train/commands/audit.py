@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
         root = run_dir_of(config, arguments.config)
         return guarded(lambda: attach(config, root, start_ranks()), main_rank=True)
-    return _run(arguments, config)
+    return _replay(arguments, config) if arguments.replay else _audit(arguments, config)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -108,10 +108,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise AuditError(f"--rate {arguments.rate} is not a sampling rate; use one in (0, 1]")
     if not 0.5 <= arguments.confidence < 1:
         raise AuditError(f"--confidence {arguments.confidence} is out of range; use one in [0.5, 1)")
-
-
-def _run(arguments: argparse.Namespace, config: Config) -> int:
-    return _replay(arguments, config) if arguments.replay else _audit(arguments, config)
 
 
 def _replay(arguments: argparse.Namespace, config: Config) -> int:

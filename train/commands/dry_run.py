@@ -132,7 +132,7 @@ def _promise(config: Config, number: int, phase: Phase) -> tuple[Phase, Promise 
     records, source = known_records(phase, where)
     phase = with_steps(phase, records, where)
     assert phase.privacy is not None
-    plan = plan_of_phase(phase, phase.privacy, records, where, noise=config.run.noise)
+    plan = plan_of_phase(phase, records, where, config.run.noise)
     clip_rule(phase.privacy, plan, config.micro_batch)
     calibrated = phase.privacy.noise_multiplier is None
     return phase, Promise(plan, round_up(planned_epsilon(plan)), source, calibrated, phase.privacy.clip.kind)

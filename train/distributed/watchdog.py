@@ -77,10 +77,6 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # the store ends with the first rank that leaves
                 self.store.set(_parted_key(self.rank), "1")  # a key of its own, which no late sign of life overwrites
 
-    def _said(self) -> str:
-        where = "exchanging" if self.pulse.exchanging else "between"
-        return f"{self.pulse.beats} {where} {self.pulse.computed}"
-
     def _idle(self) -> float:
         return time.monotonic() - self.pulse.since
 
@@ -91,7 +87,8 @@ class Watchdog:
             self.pulse.look()
             # A store that is gone is no reason to end; only a lack of progress is, and its message may name the store.
             with contextlib.suppress(RuntimeError):
-                self.store.set(_key(self.rank), f"{count} {self._said()}")
+                where = "exchanging" if self.pulse.exchanging else "between"
+                self.store.set(_key(self.rank), f"{count} {self.pulse.beats} {where} {self.pulse.computed}")
                 if self._idle() > self.stall_seconds / 2 or self._asked() is not None:
                     self._ask()
                 self._answered = time.monotonic()

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.bookkeeping import BookKeepingClip
-from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.optimizer import ZeroOptimization
@@ -47,9 +46,9 @@ from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method
 from murmuration.train.distributed.shards import Fragment, whole_parameters
-from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, OptimizerShard, all_finite, modes_of
+from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, all_finite, modes_of
 from murmuration.train.engines.exchange import WholeSums
-from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.engines.forward import EngineOfForward, PlainForward, PrivateForward, require_fp32
 from murmuration.train.engines.shard_map import partitioned_parameters, prove_slice, zero_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
 from murmuration.train.noise.update import Update, UpdateError
@@ -99,7 +98,7 @@ def _numbered_by(device: torch.device) -> Iterator[None]:
         os.environ["LOCAL_RANK"] = number
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(EngineOfForward):
     def __init__(
         self,
         forward: PrivateForward | PlainForward,
@@ -108,14 +107,9 @@ class DeepSpeedEngine:
         micro_batch: int,
         ranks: Ranks,
     ) -> None:
-        assert_exact_matmul()
-        self.ranks = ranks
-        self.device = ranks.device
-        self._forward = forward
-        self._base = optimizer
+        super().__init__(forward, optimizer, ranks)
         self._pending: Update | None = None
         self._zero = zero
-        require_fp32(self._forward)
         # DeepSpeed warns about every optimizer but its own; ours is tested against the textbook at every stage.
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         with _numbered_by(ranks.device):
@@ -124,9 +118,7 @@ class DeepSpeedEngine:
             )[0]
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.model: nn.Module = forward.model
-        self.shapes = forward.shapes
         self.partitioned = zero.stage == 3
-        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         if isinstance(forward, PrivateForward) and self.partitioned:
             let_frameworks_see_all_records(forward.model)
             for parameter in forward.model.parameters():
@@ -167,7 +159,7 @@ class DeepSpeedEngine:
 
     def _map(self) -> dict[int, tuple[Tensor, list[Fragment]]]:
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        flats = [p for group in self._base.param_groups for p in group["params"]]
+        flats = [p for group in self._optimizer.param_groups for p in group["params"]]
         if self._zero.stage == 0:
             return whole_parameters(trainable)
         if self._zero.stage < 3:
@@ -186,7 +178,7 @@ class DeepSpeedEngine:
             self._engine.backward(loss)
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
-        for group in self._base.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._require_own_optimizer()
         try:
@@ -288,26 +280,10 @@ class DeepSpeedEngine:
 
     def _require_own_optimizer(self) -> None:
         outer = self._engine.optimizer
-        if outer is not self._base and getattr(outer, "optimizer", None) is not self._base:
+        if outer is not self._optimizer and getattr(outer, "optimizer", None) is not self._optimizer:
             raise UpdateError(
                 "DeepSpeed replaced the optimizer, and the noise hook with it; use one of those in train/optim"
             )
-
-    def observe(self) -> Observation:
-        return self._forward.observation()
-
-    def shards(self) -> list[OptimizerShard]:
-        found = []
-        for flat, fragments in self._layout.values():
-            found.append(OptimizerShard(flat, fragments, self._base.state_tensors(flat)))
-        return found
-
-    def optimizer_step(self) -> int:
-        return self._base.steps_done
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
-        self._base.restart(step)
 
     def _add_up(self, sums: Tensor) -> Tensor:
         """Adds up over the ranks, wherever the optimizer's state is kept."""

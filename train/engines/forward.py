@@ -10,12 +10,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from murmuration.train.clip.engine import ClipEngine, Clipped, DeferringClip, Observation, Precision, autocast
+from murmuration.data.draw.micro_batch import MicroBatch
+from murmuration.train.clip.engine import (
+    ClipEngine,
+    Clipped,
+    DeferringClip,
+    Observation,
+    Precision,
+    assert_exact_matmul,
+    autocast,
+)
 from murmuration.train.clip.losses import slot_losses
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
-from murmuration.train.engines.base import evaluating
+from murmuration.train.distributed.ranks import Ranks
+from murmuration.train.distributed.shards import Fragment
+from murmuration.train.engines.base import OptimizerShard, evaluating
 from murmuration.train.noise.update import UpdateError
+from murmuration.train.optim.base import FlatOptimizer
 
 if TYPE_CHECKING:  # an engine that shards brings its sums along
     from murmuration.train.engines.micro_batch_graph import MicroBatchGraph, Recorder
@@ -302,3 +314,38 @@ def require_fp32(forward: nn.Module) -> None:
     for name, parameter in forward.named_parameters():
         if parameter.dtype != torch.float32:
             raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")
+
+
+class EngineOfForward:
+    """What our engines share: such a module, and an optimizer of flat tensors."""
+
+    _layout: Mapping[int, tuple[Tensor, list[Fragment]]]
+    """The optimizer's tensors, and what each is made of."""
+
+    def __init__(self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, ranks: Ranks) -> None:
+        assert_exact_matmul()
+        require_fp32(forward)
+        self.ranks, self.device, self.shapes = ranks, ranks.device, forward.shapes
+        self._forward, self._optimizer = forward, optimizer
+        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
+
+    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
+        batch = batch.to(self.device)
+        loss = self._forward(batch.inputs, batch.present, rule)
+        if not isinstance(self._forward, PrivateForward):
+            loss.backward()
+
+    def observe(self) -> Observation:
+        return self._forward.observation()
+
+    def shards(self) -> list[OptimizerShard]:
+        return [
+            OptimizerShard(flat, parts, self._optimizer.state_tensors(flat)) for flat, parts in self._layout.values()
+        ]
+
+    def optimizer_step(self) -> int:
+        return self._optimizer.steps_done
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
+        self._optimizer.restart(step)

@@ -25,17 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.train.clip.blocks import repeated_blocks
-from murmuration.train.clip.engine import Observation, assert_exact_matmul
 from murmuration.train.clip.isolated import let_frameworks_see_all_records
-from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.section import COLLECTIVE_SECONDS
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.rendezvous import init_method
-from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, OptimizerShard, all_finite, digests_of, modes_of
-from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, all_finite, digests_of, modes_of
+from murmuration.train.engines.forward import EngineOfForward, PlainForward, PrivateForward
 from murmuration.train.engines.mesh import Mesh, require_whole_copies
 from murmuration.train.engines.shard_map import ShardMapError, prove_numbering, row_slices
 from murmuration.train.engines.sharded_sums import ShardedSums
@@ -152,20 +149,13 @@ def start_ranks(shard_over: int | None = None) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
-class FSDP2Engine:
+class FSDP2Engine(EngineOfForward):
     def __init__(
         self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, micro_batch: int, ranks: Ranks,
         shard_over: int | None = None,
     ) -> None:  # fmt: skip
-        assert_exact_matmul()
-        self.ranks = ranks
-        self.device = ranks.device
-        self._forward = forward
-        self._optimizer = optimizer
-        require_fp32(self._forward)
-        self.shapes = forward.shapes
+        super().__init__(forward, optimizer, ranks)
         self.partitioned = True
-        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         _same_everywhere(forward.model, ranks)
         before = digests_of(forward.model.state_dict())
         self._mesh = Mesh.of(ranks, shard_over)
@@ -199,12 +189,6 @@ class FSDP2Engine:
                 f"the shards contain {held} of {self.trainable_elements} elements; some are in two shards, or in none"
             )
         prove_numbering(self._layout, {name: s.numel() for name, s in self.shapes.items()}, self._units.gathered)
-
-    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
-        batch = batch.to(self.device)
-        loss = self._forward(batch.inputs, batch.present, rule)
-        if not isinstance(self._forward, PrivateForward):
-            loss.backward()
 
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
         for group in self._optimizer.param_groups:
@@ -279,21 +263,6 @@ class FSDP2Engine:
             return True
         kept = [tensor for shard in self.shards() for tensor in (shard.weights, *shard.state.values())]
         return self._mesh.replicas.same_bits(kept)
-
-    def observe(self) -> Observation:
-        return self._forward.observation()
-
-    def shards(self) -> list[OptimizerShard]:
-        return [
-            OptimizerShard(flat, parts, self._optimizer.state_tensors(flat)) for flat, parts in self._layout.values()
-        ]
-
-    def optimizer_step(self) -> int:
-        return self._optimizer.steps_done
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
-        self._optimizer.restart(step)
 
     def _add_up(self, sums: Tensor) -> Tensor:
         """Over the shards of a copy. All ranks add them up together, so that every copy gets the same bits."""

@@ -12,15 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from murmuration.data.draw.micro_batch import MicroBatch
-from murmuration.train.clip.engine import Observation, assert_exact_matmul
-from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.section import RecipeError
 from murmuration.train.distributed.process import describe_process
 from murmuration.train.distributed.ranks import Alone, Ranks
 from murmuration.train.distributed.shards import whole_parameters
-from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, OptimizerShard, all_finite
-from murmuration.train.engines.forward import PlainForward, PrivateForward, require_fp32
+from murmuration.train.engines.base import NOT_FINITE, AppliedUpdate, all_finite
+from murmuration.train.engines.forward import EngineOfForward, PlainForward, PrivateForward
 from murmuration.train.noise.update import Update, UpdateError
 from murmuration.train.optim.base import FlatOptimizer
 
@@ -34,28 +31,18 @@ def start_ranks() -> Ranks:
     return Alone(describe_process())
 
 
-class LocalEngine:
+class LocalEngine(EngineOfForward):
     partitioned = False
 
     def __init__(self, forward: PrivateForward | PlainForward, optimizer: FlatOptimizer, ranks: Ranks) -> None:
-        assert_exact_matmul()
-        require_fp32(forward)
-        self.device, self.shapes = ranks.device, forward.shapes
-        self._forward, self._optimizer, self._ranks = forward, optimizer, ranks
+        super().__init__(forward, optimizer, ranks)
         self.model: nn.Module = forward.model.to(self.device)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.trainable_elements = sum(shape.numel() for shape in self.shapes.values())
         self._layout = whole_parameters(self._trained)
         if isinstance(forward, PrivateForward):
             del forward.handover  # for engines that reduce gradients; here the totals are used directly
             forward.begin(self.device)
         optimizer.bind(self._layout, None)
-
-    def accumulate(self, batch: MicroBatch, rule: ClipRule | None = None) -> None:
-        batch = batch.to(self.device)
-        loss = self._forward(batch.inputs, batch.present, rule)
-        if not isinstance(self._forward, PrivateForward):
-            loss.backward()
 
     @torch.no_grad()
     def update(self, update: Update, learning_rate: float) -> AppliedUpdate:
@@ -73,17 +60,14 @@ class LocalEngine:
                     parameter.grad = sums.totals[name].to(parameter.dtype)
             else:
                 for parameter, fragments in self._layout.values():
-                    total = self._total(fragments[0].name)
+                    trained = self._trained[fragments[0].name]
+                    total = torch.zeros_like(trained) if trained.grad is None else trained.grad.contiguous()
                     update.finish(total.view(-1), fragments)
                     parameter.grad = total.to(parameter.dtype)
             self._optimizer.step()
         finally:
             self.discard()
         return self._check(update, self._optimizer.steps_done == before + 1)
-
-    def _total(self, name: str) -> Tensor:
-        gradient = self._trained[name].grad
-        return torch.zeros_like(self._trained[name]) if gradient is None else gradient.contiguous()
 
     def discard(self) -> None:
         if isinstance(self._forward, PrivateForward):
@@ -107,22 +91,6 @@ class LocalEngine:
         if not all_finite(self._trained.values()):
             raise UpdateError(NOT_FINITE)
         return AppliedUpdate(self.trainable_elements)
-
-    def observe(self) -> Observation:
-        return self._forward.observation()
-
-    def shards(self) -> list[OptimizerShard]:
-        return [
-            OptimizerShard(parameter, fragments, self._optimizer.state_tensors(parameter))
-            for parameter, fragments in self._layout.values()
-        ]
-
-    def optimizer_step(self) -> int:
-        return self._optimizer.steps_done
-
-    def set_optimizer_step(self, step: int) -> None:
-        """Prepares the optimizer state to be filled from a checkpoint, or clears it at step 0."""
-        self._optimizer.restart(step)
 
     def whole_weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())

@@ -65,12 +65,20 @@ def export(
     verdict = _certified(root)
     loaded, document = _chosen(run_dir, best)
     with _whole(out) as part:
-        told = _told(loaded, Provenance.of(History.read(root / "ledger.jsonl")[0]))
+        told = Provenance.of(History.read(root / "ledger.jsonl")[0]).metadata()
+        told |= metadata(of_manifest(loaded.manifest, loaded.position.folder))
         if form in FORMS:
             FORMS[form](loaded, part, told)
             _describe(loaded, root, part)
-        else:
-            _write_foreign(form, loaded, root, part, told, averages, licence, document, best)
+        else:  # a form of another package, and the page that says what the model is
+            weights = averaged(loaded) if averages else loaded.weights()
+            if weights is None:
+                raise ExportError(f"{root} kept no averages (optimizer.params.ema_decay); leave --averaged out")
+            finished = Finished.of(loaded, root, weights, told, AVERAGED if averages else "")
+            loading = write_form(form, finished, part)
+            listed = Checkpoints.listed(run_dir.checkpoints)
+            kept = next(each for each in listed if each.manifest_sha256 == loaded.digest)
+            write_card(part, finished, loading, document, {} if averages else kept.public, licence, best)
         shutil.copyfile(root / "ledger.jsonl", part / "ledger.jsonl")
         if (root / WEIGHTS_LIST).is_file():
             shutil.copyfile(root / WEIGHTS_LIST, part / WEIGHTS_LIST)
@@ -172,11 +180,6 @@ Write = Callable[[dict[str, Tensor], Path, dict[str, str]], Any]
 Form = Callable[[Loaded, Path, dict[str, str]], Any]
 
 
-def _told(loaded: Loaded, made_from: Provenance) -> dict[str, str]:
-    """For the metadata of a file of safetensors."""
-    return made_from.metadata() | metadata(of_manifest(loaded.manifest, loaded.position.folder))
-
-
 def _by(write: Write, suffix: str) -> Form:
     def act(loaded: Loaded, out: Path, told: dict[str, str]) -> None:
         write(loaded.weights(), out / f"model.{suffix}", told)
@@ -193,20 +196,6 @@ FORMS: dict[str, Form] = {
     "pytorch": _by(lambda tensors, path, told: torch.save(tensors, path), "pt"),
     "deepspeed": lambda loaded, out, told: write_deepspeed(loaded, out / "deepspeed"),
 }
-
-
-def _write_foreign(
-    form: str, loaded: Loaded, root: Path, out: Path, told: dict[str, str], averages: bool, licence: str,
-    certificate: dict[str, Any], best: bool,
-) -> None:  # fmt: skip
-    """A form of another package, and the page that says what the model is."""
-    weights = averaged(loaded) if averages else loaded.weights()
-    if weights is None:
-        raise ExportError(f"{root} kept no averages (optimizer.params.ema_decay); leave --averaged out")
-    finished = Finished.of(loaded, root, weights, AVERAGED if averages else "")
-    loading = write_form(form, finished, out, told)
-    kept = next(each for each in Checkpoints.listed(RunDir(root).checkpoints) if each.manifest_sha256 == loaded.digest)
-    write_card(out, finished, loading, certificate, {} if averages else kept.public, licence, best)
 
 
 def _holds_no_key(key: Path, out: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,13 @@ class Finished:
     """Prefix of the averages' names in the certificate's list."""
     closer: bool = False
     """Whether `seen` shows less of a picture than the run measured on."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """What files of safetensors say of the weights."""
 
     @staticmethod
-    def of(loaded: Loaded, root: Path, weights: Mapping[str, Tensor], prefix: str = "") -> Finished:
+    def of(
+        loaded: Loaded, root: Path, weights: Mapping[str, Tensor], metadata: dict[str, str], prefix: str = ""
+    ) -> Finished:
         """`weights`: all tensors of the checkpoint, or their averages, whose certified names have a prefix."""
         note = ModelNote.inside(loaded.manifest, root)
         if note is None:
@@ -76,7 +80,7 @@ class Finished:
         names = HEAD if solved else loaded.names(checkpoint_read.WEIGHTS)
         trained = sum(weights[name].numel() for name in names)
         return Finished(
-            model, weights, seen, note.class_names, note.tokenizer, trained, prefix, closer=note.view is None
+            model, weights, seen, note.class_names, note.tokenizer, trained, prefix, note.view is None, metadata
         )
 
 
@@ -97,11 +101,11 @@ def write_json(path: Path, told: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_weights(entries: WeightEntries, finished: Finished, path: Path, metadata: dict[str, str]) -> None:
+def write_weights(entries: WeightEntries, finished: Finished, path: Path) -> None:
     # Copies: safetensors takes no two names of one memory. In fp32, as the certificate lists every tensor: BatchNorm
     # counts batches in integers, of which the same number would be other bytes.
     tensors = {name: entry.tensor.to(torch.float32, copy=True).contiguous() for name, entry in entries.items()}
-    save_file(tensors, path, metadata)
+    save_file(tensors, path, finished.metadata)
     write_json(path.parent / RENAMED, {path.name: _renamed(entries, finished)})
 
 

@@ -35,13 +35,13 @@ PUBLISHED = "checkpoint.pth"
 IMAGENET = (IMAGENET_MEAN, IMAGENET_STD)
 
 
-Form = Callable[[Finished, Path, dict[str, str]], Loading]
+Form = Callable[[Finished, Path], Loading]
 
 
-def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+def write_timm(finished: Finished, out: Path) -> Loading:
     model = finished.model
     write_json(out / "config.json", timm_config(model, finished.seen, finished.class_names))
-    write_weights(timm_weights(model), finished, out / WEIGHTS, metadata)
+    write_weights(timm_weights(model), finished, out / WEIGHTS)
     whole = ", ".join(f"{name}={value!r}" for name, value in timm_arguments(model).items())
     program = (
         "import timm\n"
@@ -67,10 +67,10 @@ def _left_out(model: Model, package: str) -> str:
     return f"The pixel decoder is left out, since {package} has none: the forms hf, vip and safetensors have it."
 
 
-def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+def write_hugging_face(finished: Finished, out: Path) -> Loading:
     model = finished.model
     told = hugging_face_config(model, finished.class_names)
-    write_weights(hugging_face_weights(model), finished, out / WEIGHTS, metadata)
+    write_weights(hugging_face_weights(model), finished, out / WEIGHTS)
     write_json(out / "config.json", told)
     write_json(out / "preprocessor_config.json", hugging_face_preprocessor(model.shape.image_size, finished.seen))
     (name,) = told["architectures"]
@@ -119,8 +119,7 @@ def _write_tokenizer(source: str | None, model: Captioner, out: Path) -> tuple[s
     return (f"The tokenizer is that of the captions: {cleaned}a row is the start token, words, the end token.",)
 
 
-def write_vip(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
-    del metadata  # a pickle has no place for it
+def write_vip(finished: Finished, out: Path) -> Loading:
     model = finished.model
     if not isinstance(model, MaskedAutoencoder):
         raise ExportError(f"vip is the published form of masked autoencoders, and this is {_kind(model)}; {_others()}")
@@ -131,8 +130,7 @@ def write_vip(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadin
     return _published("load_vip_mae", heads, f"The masked share is not stored: it was {shape.mask_ratio:g}.")
 
 
-def write_dpcap(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
-    del metadata
+def write_dpcap(finished: Finished, out: Path) -> Loading:
     model = finished.model
     if not isinstance(model, Captioner):
         raise ExportError(f"dpcap is the published form of captioners, and this is {_kind(model)}; {_others()}")
@@ -183,7 +181,7 @@ FORMS: dict[str, Form] = {
 }  # fmt: skip
 
 
-def write_form(form: str, finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+def write_form(form: str, finished: Finished, out: Path) -> Loading:
     if isinstance(finished.model, LanguageModel) and finished.model.shape.named is None:
         raise ExportError(f"{form} is a form of image models, and this is a language model; export it as safetensors")
     forms = FORMS if finished.model.shape.named is None else NAMED_FORMS
@@ -193,6 +191,6 @@ def write_form(form: str, finished: Finished, out: Path, metadata: dict[str, str
             "safetensors"
         )
     try:
-        return forms[form](finished, out, metadata)
+        return forms[form](finished, out)
     except WeightsError as error:
         raise ExportError(str(error).rstrip(".")) from None

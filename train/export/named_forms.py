@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 
 
 @torch.no_grad()
-def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+def write_timm(finished: Finished, out: Path) -> Loading:
     import timm
 
     model, named = finished.model, _of("timm", finished)
@@ -59,7 +59,7 @@ def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
         "model_args": arguments, "pretrained_cfg": seen, **names,
     }  # fmt: skip
     write_json(out / "config.json", told)
-    write_weights(entries, finished, out / WEIGHTS, metadata)
+    write_weights(entries, finished, out / WEIGHTS)
     picture = _picture(model)
     expected = model.logits(picture) if isinstance(model, Classifier) else model.body(picture)  # pyright: ignore
     _must_agree(named, expected, lambda: timm.create_model(f"local-dir:{out}", pretrained=True).eval()(picture))
@@ -72,13 +72,13 @@ def write_timm(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
 
 
 @torch.no_grad()
-def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+def write_hugging_face(finished: Finished, out: Path) -> Loading:
     model, named = finished.model, _of("hf", finished)
     net: Any = model.body.net  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(model, NamedLanguageModel):
-        return _write_language_model(model, finished, out, metadata)
+        return _write_language_model(model, finished, out)
     if isinstance(model, ImageTextModel):
-        return _write_image_text_model(model, finished, out, metadata)
+        return _write_image_text_model(model, finished, out)
     picture = _picture(model)
     if isinstance(model, Classifier):
         expected = model.logits(picture)
@@ -89,7 +89,7 @@ def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) 
         net = model.body.encoder  # pyright: ignore[reportAttributeAccessIssue]
         expected = net(pixel_values=picture).last_hidden_state
     kind = type(net)
-    _save_under_their_names(net, finished, out, metadata)
+    _save_under_their_names(net, finished, out)
     _write_json_of_pixels(finished, out)
 
     def theirs() -> Tensor:
@@ -105,13 +105,11 @@ def write_hugging_face(finished: Finished, out: Path, metadata: dict[str, str]) 
     return Loading("transformers", program, () if isinstance(model, Classifier) else (_left_out("transformers"),))
 
 
-def _write_language_model(
-    model: NamedLanguageModel, finished: Finished, out: Path, metadata: dict[str, str]
-) -> Loading:  # fmt: skip
+def _write_language_model(model: NamedLanguageModel, finished: Finished, out: Path) -> Loading:
     kind: Any = type(model.body.net)
     tokens = torch.arange(min(model.shape.text_length, model.shape.vocabulary))[None]
     expected = model.logits(tokens)
-    _save_under_their_names(model.body.net, finished, out, metadata)
+    _save_under_their_names(model.body.net, finished, out)
     _must_agree(
         named_of(model.shape), expected,
         lambda: kind.from_pretrained(out, local_files_only=True).eval()(input_ids=tokens).logits,
@@ -120,9 +118,7 @@ def _write_language_model(
     return Loading("transformers", program, (TOKENIZER,))
 
 
-def _write_image_text_model(
-    model: ImageTextModel, finished: Finished, out: Path, metadata: dict[str, str]
-) -> Loading:  # fmt: skip
+def _write_image_text_model(model: ImageTextModel, finished: Finished, out: Path) -> Loading:
     """Compared with the library's own forward pass, in whose texts a word stands in each of the image's places."""
     kind: Any = type(model.body.net)
     picture, word = _picture(model), model.body.placeholder
@@ -130,7 +126,7 @@ def _write_image_text_model(
     words = torch.where(words == word, 0, words)
     memory = model.encode_images(picture)
     expected = model.decode(memory, words)
-    _save_under_their_names(model.body.net, finished, out, metadata)
+    _save_under_their_names(model.body.net, finished, out)
     _write_json_of_pixels(finished, out)
     ids = torch.cat([words[:, :1], words.new_full((1, memory.shape[1]), word), words[:, 1:]], dim=1)
 
@@ -148,7 +144,7 @@ def _write_image_text_model(
     return Loading("transformers", program, (TOKENIZER, place))
 
 
-def _save_under_their_names(net: Any, finished: Finished, out: Path, metadata: dict[str, str]) -> None:
+def _save_under_their_names(net: Any, finished: Finished, out: Path) -> None:
     net.save_pretrained(out, max_shard_size="1TB")
     # transformers chose the names. The same bytes are the same tensor.
     ours: dict[str, list[str]] = {}
@@ -159,10 +155,10 @@ def _save_under_their_names(net: Any, finished: Finished, out: Path, metadata: d
     for name, tensor in stored.items():
         same = ours.get(listed_digest(tensor), [])
         entries[name] = WeightEntry(tensor, (same.pop(0),) if same else ())
-    write_weights(entries, finished, out / WEIGHTS, metadata)
+    write_weights(entries, finished, out / WEIGHTS)
 
 
-def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loading:
+def write_peft(finished: Finished, out: Path) -> Loading:
     """Adapters and head; the frozen weights stay where they came from."""
     model, tensors = finished.model, finished.tensors
     named = model.shape.named
@@ -202,7 +198,7 @@ def write_peft(finished: Finished, out: Path, metadata: dict[str, str]) -> Loadi
     write_json(out / "adapter_config.json", told)
     if heads:
         _write_json_of_pixels(finished, out)
-    write_weights(entries, finished, out / ADAPTER, metadata)
+    write_weights(entries, finished, out / ADAPTER)
     program = f'from peft import PeftModel\n{program}model = PeftModel.from_pretrained(base, "DIR").eval()\n'
     note = (
         "The frozen weights are not in this folder: take those from which the last phase began. If that began from "

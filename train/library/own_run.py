@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from murmuration.accounting.adaptive import AdaptiveError
-from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.keys import hkdf, load
 from murmuration.accounting.ledger.lines import NAMED
@@ -32,13 +31,13 @@ from murmuration.train.optim.torch_optimizer import MakeOptimizer, described
 from murmuration.train.planner.drowned import drowned
 from murmuration.train.planner.rows import Batch
 from murmuration.train.private_phase import PrivatePhase
-from murmuration.train.storage.certify import Told, finish
 from murmuration.train.storage.checkpoint import Keep
 from murmuration.train.storage.micro_batch_file import found_once
 from murmuration.train.storage.open_run import open_run
 from murmuration.train.storage.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from murmuration.accounting.certificate.verify import Verdict
     from murmuration.train.storage.sibling_runs import RunLog
 
 PHASE, NAME = 0, "training"
@@ -192,6 +191,8 @@ class OwnRun:
 
     def finish(self) -> Verdict:
         """Certifies, destroys the run key, and verifies. The last step is saved."""
+        from murmuration.train.storage.certify import Told, finish  # with certificates and their pages
+
         newest, settings = self.open.newest(), self.settings
 
         def told() -> Told:

@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from murmuration.accounting.certificate.verify import Verdict
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.ledger.chain import LedgerError
 from murmuration.accounting.make_plan import steps_of
@@ -53,6 +52,9 @@ from murmuration.train.self_test.held import Held, attributes_of
 from murmuration.train.self_test.self_test import SelfTestError, SelfTestReport
 from murmuration.train.step import StepSummary
 from murmuration.train.storage.run_dir import BadRecordList
+
+if TYPE_CHECKING:
+    from murmuration.accounting.certificate.verify import Verdict
 
 
 class Losses(nn.Module):

@@ -120,7 +120,7 @@ def _of_phase(
     where = f"phases.{number}"
     records = known_records(phase, where)[0]
     phase = with_steps(phase, records, where)
-    plan = plan_of_phase(phase, phase.privacy, records, where, noise=config.run.noise) if phase.privacy else None
+    plan = plan_of_phase(phase, records, where, config.run.noise) if phase.privacy else None
     batch = Batch.drawn(plan) if plan else Batch(float(phase.batch or 1))
     mixed = phase.mixing.batch if phase.mixing else 0
     if plan is not None:

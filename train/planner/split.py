@@ -51,8 +51,8 @@ class Part:
     def plan(self, budget: float) -> PrivacyPlan:
         privacy = self.phase.privacy
         assert privacy is not None
-        given = privacy.model_copy(update={"epsilon": budget})
-        return plan_of_phase(self.phase, given, self.records, f"phases.{self.number}", noise=self.noise)
+        given = self.phase.model_copy(update={"privacy": privacy.model_copy(update={"epsilon": budget})})
+        return plan_of_phase(given, self.records, f"phases.{self.number}", self.noise)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Reader, iterate
 from murmuration.data.batch.reader import RIGHT_CLASSES, TARGET, BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, slots
@@ -20,14 +19,14 @@ from murmuration.model.build import build
 from murmuration.model.captioner import Captioner
 from murmuration.model.classifier import classification_loss
 from murmuration.model.trainable import select
-from murmuration.train.clip.engine import ClipEngine, Precision, autocast, clipped_totals
+from murmuration.train.clip.engine import Precision, autocast, clipped_totals
 from murmuration.train.config.root import ZeroShot
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
 from murmuration.train.measures.ranking import Tally, mean_average_precision
 from murmuration.train.measures.shares import MEAN_PRECISION, shares
 from murmuration.train.measures.zero_shot import class_scores, zero_shot
-from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.recipe.held_out import LOSS, SIGNAL
 from murmuration.train.recipe.ready_phase import ReadyPhase
 
@@ -90,16 +89,15 @@ class HeldOutReader(Reader, Protocol):
 class PublicEvaluator:
     def __init__(
         self, phase: ReadyPhase, engine: Engine, ranks: Ranks, micro_batch: int, mask_key: bytes,
-        clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
-        precision: Precision = "fp32", stored: HeldOutReader | None = None,
+        private: PrivatePhase | None = None, precision: Precision = "fp32", stored: HeldOutReader | None = None,
     ) -> None:  # fmt: skip
-        """`stored` reads what was computed from the held-out records before, numbered as they are measured."""
+        """`private`: the phase, if it is. `stored` reads what was computed from the held-out records before, numbered
+        as they are measured."""
         held = phase.measured
         assert held is not None
         self.engine, self.ranks, self.micro_batch = engine, ranks, micro_batch
-        self.clip, self.plan, self.norm = clip, plan, norm
         self.precision: Precision = precision
-        self.phase, self.held, self._told = phase, held, False
+        self.phase, self.private, self.held, self._told = phase, private, held, False
         self.signals: dict[str, float] = {}
         """What `update_snr` is for each layer alone, by the latest measurement."""
         # Step 0 at every call: the same masks each time, so that the curve shows the weights alone.
@@ -118,8 +116,8 @@ class PublicEvaluator:
                 found |= {LOSS: public_loss(self._batches(self.ids), self._losses, self.ranks)}
             if self.held.zero_shot is not None:
                 found |= self._zero_shot(self.held.zero_shot)
-            if self.held.has_loss and self.clip is not None and self.plan is not None:
-                found[SIGNAL], self.signals = self._signal_to_noise(self.clip, self.plan)
+            if self.held.has_loss and self.private is not None:
+                found[SIGNAL], self.signals = self._signal_to_noise(self.private)
         return found
 
     def news_of_unusable(self) -> str | None:
@@ -214,17 +212,17 @@ class PublicEvaluator:
         asked = {*self.held.axes, RIGHT_CLASSES}
         return {name: tensor for name, tensor in batch.inputs.items() if name not in asked}
 
-    def _signal_to_noise(self, clip: ClipEngine, plan: PrivacyPlan) -> tuple[float, dict[str, float]]:
+    def _signal_to_noise(self, private: PrivatePhase) -> tuple[float, dict[str, float]]:
         """Norm of the mean clipped gradient of public records over the norm of the noise on a step's mean: of the whole
         gradient, and of each layer's part."""
         ids = self.ids
         records = min(SIGNAL_RECORDS, len(ids))
         ids = ids[np.arange(records) * len(ids) // records] if self.held.folders else ids[:records]
-        rule = next_rule(clip, self.norm)
+        rule, plan = private.rule, private.plan
         sums: dict[str, torch.Tensor] = {}
         for batch in self._batches(ids):
             inputs = self._model_inputs(batch)
-            totals, _ = clipped_totals(clip, self.engine.model, inputs, batch.present, self.engine.shapes, rule)
+            totals, _ = clipped_totals(private.clip, self.engine.model, inputs, batch.present, self.engine.shapes, rule)
             for name, gradient in totals.items():
                 sums[name] = sums.get(name, torch.zeros_like(gradient)) + gradient
         squares, elements = defaultdict[str, float](float), Counter[str]()

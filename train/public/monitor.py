@@ -18,10 +18,10 @@ from murmuration.data.batch.loader import iterate
 from murmuration.data.batch.reader import BatchReader
 from murmuration.data.draw.micro_batch import MicroBatch, slots
 from murmuration.train.clip.bookkeeping import uncompiled
-from murmuration.train.clip.engine import ClipEngine, clipped_totals
+from murmuration.train.clip.engine import clipped_totals
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.engines.base import Engine, evaluating
-from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.curvature import Curvature, PublicLoss, Vector, inner, measure
 from murmuration.train.public.evaluation import whole_model
 from murmuration.train.public.prediction import (
@@ -48,12 +48,12 @@ class MonitorReading(NamedTuple):
 class LossMonitor:
     def __init__(
         self, phase: ReadyPhase, engine: Engine, ranks: Ranks, micro_batch: int, mask_key: bytes,
-        clip: ClipEngine | None, plan: PrivacyPlan | None, norm: AdaptiveNorm | None = None,
+        private: PrivatePhase | None = None,
     ) -> None:  # fmt: skip
+        """`private`: the phase, if it is."""
         assert phase.monitored is not None and phase.settings.monitor is not None
         self.settings = phase.settings.monitor
-        self.phase, self.engine, self.ranks, self.clip, self.plan = phase, engine, ranks, clip, plan
-        self.norm = norm
+        self.phase, self.engine, self.ranks, self.private = phase, engine, ranks, private
         self.micro_batch = self.settings.micro_batch or max(1, micro_batch // 4)
         self.records = min(self.settings.records, phase.monitored.records)
         # Step 0 at every call: the same masks each time. No augmentation, for the same reason.
@@ -88,12 +88,12 @@ class LossMonitor:
     def _mechanism(self, model: nn.Module, mean: Vector, present: int) -> tuple[Mechanism, float]:
         """The mechanism of the phase's steps, with the mean clip factor that its clip engine gives to the public
         records; and how well their clipped mean gradient is aligned with the mean gradient."""
-        if self.clip is None or self.plan is None:
+        if self.private is None:
             return Mechanism(float(self.phase.settings.batch or 1)), 1.0
-        rule = next_rule(self.clip, self.norm)
+        rule, plan = self.private.rule, self.private.plan
         factors, clipped = 0.0, {name: torch.zeros_like(part) for name, part in mean.items()}
         for batch in self._batches():
-            totals, seen = clipped_totals(self.clip, model, batch.inputs, batch.present, rule=rule)
+            totals, seen = clipped_totals(self.private.clip, model, batch.inputs, batch.present, rule=rule)
             factors += float(seen.factors[batch.present].double().sum())
             for name, part in totals.items():
                 clipped[name] += part.view_as(clipped[name])
@@ -102,8 +102,8 @@ class LossMonitor:
         factor = sum(self.ranks.gather(factors)) / present
         lengths = math.sqrt(inner(mean, mean) * inner(clipped, clipped))
         alignment = inner(mean, clipped) / lengths if lengths > 0 else math.nan
-        noise = self.plan.noise_multiplier * rule.sensitivity
-        return Mechanism(self.plan.divisor, self.plan.sampling_rate, noise, factor), alignment
+        noise = plan.noise_multiplier * rule.sensitivity
+        return Mechanism(plan.divisor, plan.sampling_rate, noise, factor), alignment
 
     def _values(
         self, curvature: Curvature, mechanism: Mechanism, found: Prediction | None, alignment: float
@@ -114,18 +114,19 @@ class LossMonitor:
         }  # fmt: skip
         if found is not None:
             values["improvement_without_noise"] = found.without_noise
-        if self.plan is None:
+        if self.private is None:
             return {f"monitor_{name}": value for name, value in values.items()}
+        plan = self.private.plan
         values |= {
             "clip_factor": mechanism.clip_factor, "clip_alignment": alignment,
-            "sigma": self.plan.noise_multiplier, "batch": mechanism.batch,
+            "sigma": plan.noise_multiplier, "batch": mechanism.batch,
         }  # fmt: skip
         if found is not None:
             values |= {"improvement": found.improvement, "decelerator_share": found.decelerator}
         fixed = best_batch_at_fixed_noise(curvature, mechanism)
         if fixed is not None:
             values["best_batch_at_fixed_noise"] = fixed
-        suggested = suggest(curvature, mechanism, self.plan, self._affordable(self.plan))
+        suggested = suggest(curvature, mechanism, plan, self._affordable(plan))
         if suggested is not None:
             values["suggested_batch"], values["suggested_sigma"] = suggested
         return {f"monitor_{name}": value for name, value in values.items()}
@@ -139,19 +140,20 @@ class LossMonitor:
         ]
         if found is None:
             return [*lines, "the loss does not curve upwards here: the formula has no best step"]
-        if self.plan is None:
+        if self.private is None:
             return [*lines, f"a best step of SGD is worth {found.without_noise:.3g}"]
+        plan = self.private.plan
         lines.append(
             f"a best step of SGD is worth {found.improvement:.3g}, and {found.without_noise:.3g} without noise; the "
             f"noise's share is {found.decelerator:.3f}, the mean clip factor {values['monitor_clip_factor']:.3g}"
         )
         if "monitor_suggested_batch" in values:
-            batch = said(values["monitor_suggested_batch"], self._affordable(self.plan))
+            batch = said(values["monitor_suggested_batch"], self._affordable(plan))
             lines.append(
                 f"for these weights, records go furthest at a batch of {batch} with "
                 f"σ = {values['monitor_suggested_sigma']:.3f} (about the same ε, same records in all):"
             )
-        return lines + table(curvature, mechanism, self.plan, self._affordable(self.plan))
+        return lines + table(curvature, mechanism, plan, self._affordable(plan))
 
     def _affordable(self, plan: PrivacyPlan) -> list[Choice]:
         if self._choices is None:

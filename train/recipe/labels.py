@@ -31,7 +31,7 @@ class LabelSource:
     private: bool
 
     @staticmethod
-    def of(where: str, index: RecordIndex | None, label: str | None, private: bool = False) -> Iterator[LabelSource]:
+    def of(where: str, index: RecordIndex, label: str | None, private: bool = False) -> Iterator[LabelSource]:
         whole = whole_of(index)
         if label == FOLDERS and isinstance(whole, FolderIndex) and whole.labelled:
             yield LabelSource(where, whole, private)

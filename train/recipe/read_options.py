@@ -62,7 +62,7 @@ def _placement(phase: ReadyPhase, ranks: Ranks) -> Placement | None:
         try:
             return lane_placement(index.lanes, ranks.world)
         except ShardError as error:
-            raise raised_on_all_ranks(RecipeError(f"phases.{phase.number}.data.lanes: {error}")) from None
+            raise raised_on_all_ranks(RecipeError(f"{phase.where}.data.lanes: {error}")) from None
     if phase.reading.node_shards is None:
         return None
     assert isinstance(index, ShardIndex), "opening it refused any other"
@@ -74,7 +74,7 @@ def _placement(phase: ReadyPhase, ranks: Ranks) -> Placement | None:
             return place(names, index.shard_ends, held)
         return place_units(names, index.shard_ends, held, phase.units)
     except ShardError as error:
-        where = f"phases.{phase.number}.data.reading.node_shards"
+        where = f"{phase.where}.data.reading.node_shards"
         raise raised_on_all_ranks(RecipeError(f"{where}: {error}")) from None
 
 

@@ -17,11 +17,14 @@ from torch import nn
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.epsilon.accountant import epsilon
 from murmuration.accounting.errors import AccountingError, PlanError
-from murmuration.accounting.make_plan import PlanRequest, make_plan, steps_of, steps_of_passes
+from murmuration.accounting.keys import Derive
+from murmuration.accounting.ledger.lines import PublicUse
+from murmuration.accounting.make_plan import make_plan, steps_of, steps_of_passes
 from murmuration.accounting.noise import NoiseKind
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.unit import Unit, unit_in_words
-from murmuration.data.batch.reader import DataSpec
+from murmuration.data.batch.reader import BatchReader, DataSpec
+from murmuration.data.batch.shard_reader import ReadOptions
 from murmuration.data.batch.slot_rows import SlotRows
 from murmuration.data.decode.class_list import ClassList
 from murmuration.data.decode.resize import DECODER
@@ -65,7 +68,6 @@ __all__ = [
     "RecipeError",
     "clip_rule",
     "plan_of_phase",
-    "plan_request",
     "planned",
     "planned_epsilon",
     "prepare",
@@ -108,6 +110,11 @@ class ReadyPhase:
     @property
     def name(self) -> str:
         return self.settings.name
+
+    @property
+    def where(self) -> str:
+        """In the config."""
+        return f"phases.{self.number}"
 
     @property
     def private(self) -> bool:
@@ -167,15 +174,33 @@ class ReadyPhase:
         """None where the phase has no labels."""
         return self.classes if self.settings.label is not None else None
 
+    @property
+    def public_records(self) -> list[tuple[PublicUse, str, RecordIndex]]:
+        """What it uses as public besides its own records: what for, and where the config names them."""
+        found: list[tuple[PublicUse, str, RecordIndex | None]] = [
+            ("evaluation", "evaluation", self.held_out), ("monitor", "monitor", self.monitored),
+            ("mixing", "mixing.data", self.mixed),
+        ]  # fmt: skip
+        return [(use, f"{self.where}.{key}", index) for use, key, index in found if index is not None]
+
     def index_of(self, part: Part) -> RecordIndex | None:
-        return {"data": self.index, "evaluation": self.held_out, "monitor": self.monitored, "mixing": self.mixed}[
-            part.name
-        ]
+        if part.name == "data":
+            return self.index
+        return next((index for use, _, index in self.public_records if use == part.name), None)
 
     @property
     def reading(self) -> ReadingSettings:
         data = self.settings.data
         return data.reading if isinstance(data, READ) else ReadingSettings()
+
+    def reader(
+        self, derive: Derive, slots: SlotRows | None, reading: ReadOptions | None = None, pin_memory: bool = False
+    ) -> BatchReader:
+        """Of the records of the phase, as it trains on them."""
+        return BatchReader(
+            self.index, self.data_spec(augment=True), self.text, derive("augmentation"), derive("masks"),
+            derive("dropout"), slots=slots, reading=reading, pin_memory=pin_memory,
+        )  # fmt: skip
 
     def data_spec(self, augment: bool) -> DataSpec:
         """With `augment`, how training reads records; without, how measurements do: no dropout, no weights."""
@@ -217,7 +242,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
         first, other = (unit_in_words(each.unit) for each in (private[0], phase))
         if first != other:
             raise RecipeError(
-                f"phases.{phase.number}.data.unit: phase {phase.name!r} protects {other}, but phase "
+                f"{phase.where}.data.unit: phase {phase.name!r} protects {other}, but phase "
                 f"{private[0].name!r} protects {first}, and a run makes one promise; name the same unit in both, or "
                 "train them in two runs"
             )
@@ -230,7 +255,7 @@ def prepare(config: Config) -> list[ReadyPhase]:
     phases = [replace(phase, pixels=statistics) for phase in phases]
     for at, phase in enumerate(phases):
         if phase.measured is not None:  # read only now that they may be
-            found = usable(phase.measured, f"phases.{phase.number}.evaluation")
+            found = usable(phase.measured, f"{phase.where}.evaluation")
             phases[at] = replace(phase, captioned=found.captioned)
     # Nothing that is never measured may choose: no checkpoint would be the best.
     known = {name: None for phase in phases if phase.measured is not None for name in phase.measured.metrics()}
@@ -247,8 +272,7 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
     for phase in phases:
         privacy = phase.settings.privacy
         if privacy is not None:
-            where = f"phases.{phase.number}"
-            plan = plan_of_phase(phase.settings, privacy, phase.n, where, noise=config.run.noise)
+            plan = plan_of_phase(phase.settings, phase.n, phase.where, config.run.noise)
             clip_rule(privacy, plan, config.micro_batch)
             found.append((phase, plan))
     return found
@@ -257,21 +281,20 @@ def planned(phases: list[ReadyPhase], config: Config) -> list[tuple[ReadyPhase, 
 def _uses(phases: list[ReadyPhase]) -> list[Use]:
     found: list[Use] = []
     for phase in phases:
-        where = f"phases.{phase.number}"
-        found.append(Use(f"{where}.data", phase.index, phase.settings.data.public and not phase.private, phase.private))
-        others = (("evaluation", phase.held_out), ("monitor", phase.monitored), ("mixing.data", phase.mixed))
-        found += [Use(f"{where}.{name}", index, public=True) for name, index in others if index is not None]
+        found.append(
+            Use(f"{phase.where}.data", phase.index, phase.settings.data.public and not phase.private, phase.private)
+        )
+        found += [Use(where, index, public=True) for _, where, index in phase.public_records]
     return found
 
 
 def _label_sources(phases: list[ReadyPhase]) -> list[LabelSource]:
     found: list[LabelSource] = []
     for phase in phases:
-        where, label = f"phases.{phase.number}", phase.settings.label
-        found += LabelSource.of(f"{where}.data.path", phase.index, label, phase.private)
-        found += LabelSource.of(f"{where}.evaluation.path", phase.held_out, label)
-        found += LabelSource.of(f"{where}.monitor.path", phase.monitored, label)
-        found += LabelSource.of(f"{where}.mixing.data.path", phase.mixed, label)
+        label = phase.settings.label
+        found += LabelSource.of(f"{phase.where}.data.path", phase.index, label, phase.private)
+        for _, where, index in phase.public_records:
+            found += LabelSource.of(f"{where}.path", index, label)
     return found
 
 
@@ -282,16 +305,12 @@ def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
     """
     owners = [phase for phase in phases if phase.private or not phase.settings.data.public]
     for phase in phases:
-        uses = [
-            (f"phases.{phase.number}.evaluation.path", phase.held_out),
-            (f"phases.{phase.number}.monitor.path", phase.monitored),
-        ]
+        uses = [(f"{where}.path", index) for _, where, index in phase.public_records]
         if not phase.private and phase.settings.data.public:
-            uses.append((f"phases.{phase.number}.data.path", phase.index))
-        uses.append((f"phases.{phase.number}.mixing.data.path", phase.mixed))
+            uses.insert(len(uses) - (phase.mixed is not None), (f"{phase.where}.data.path", phase.index))
         for (where, index), owner in product(uses, owners):
-            shared = _shared(owner.index, index) if index else None
-            if shared is not None and index is not None and not apart(owner.index, index):
+            shared = _shared(owner.index, index)
+            if shared is not None and not apart(owner.index, index):
                 raise RecipeError(
                     f"{where}: {shared.name} belongs to the private records of phase {owner.name!r}; name public data"
                     if owner.private
@@ -402,22 +421,16 @@ def unit_of(phase: Phase) -> Unit | None:
     return Unit(data.by, data.rows_per_unit or 1, data.unit_reduce or "mean")
 
 
-def plan_request(
-    phase: Phase, privacy: Privacy, records: int, noise: NoiseKind = "aes", table: str = ""
-) -> PlanRequest:  # fmt: skip
-    """What the phase asks of a plan for n = `records`, or units. `table`: the ledger's digest of the table of units."""
-    units = unit_of(phase)
-    request = privacy.request(records, phase.steps, exact=noise == "exact")
-    return request if units is None else replace(request, units=replace(units, table=table))
-
-
 def plan_of_phase(
-    phase: Phase, privacy: Privacy, records: int, where: str, known: PrivacyPlan | None = None,
-    noise: NoiseKind = "aes", table: str = "",
-) -> PrivacyPlan:  # fmt: skip
-    """`known`: the ledger's plan, whose σ and matrix need not be computed again."""
+    phase: Phase, records: int, where: str, noise: NoiseKind = "aes", known: PrivacyPlan | None = None, table: str = ""
+) -> PrivacyPlan:
+    """The plan of a private phase for n = `records`, or units. `known`: the ledger's plan, whose σ and matrix need not
+    be computed again; `table`: the ledger's digest of the table of units."""
+    assert phase.privacy is not None, "a plan is of a private phase"
+    units = unit_of(phase)
     try:
-        return make_plan(plan_request(phase, privacy, records, noise, table), known)
+        request = phase.privacy.request(records, phase.steps, exact=noise == "exact")
+        return make_plan(request if units is None else replace(request, units=replace(units, table=table)), known)
     except (PlanError, AdaptiveError, AccountingError) as error:
         raise RecipeError(f"{where}.privacy: {error}") from None
 

@@ -91,8 +91,9 @@ def look_at(
     held = _Held(phase.index)
     key = secrets.token_bytes(32)  # another crop than any run's
     to_show = set(ids[spread(len(ids), shown)].tolist()) if shown else set[int]()
-    whole = whole_of(phase.index)
-    source = _source(phase.index, reading)
+    index = phase.index
+    whole = whole_of(index)
+    source = index if isinstance(index, RecordReader) else ShardReader(index, open_source(index, reading))
     with (
         ThreadPoolExecutor(reading.in_flight) as pool,
         closing(BatchReader(cast(Any, held), spec, phase.text, augment_key=key, reading=reading)) as reader,
@@ -126,10 +127,6 @@ class _Held:
 
     def read(self, record: int) -> dict[str, bytes]:
         return self.members[record]
-
-
-def _source(index: RecordIndex, reading: ReadOptions) -> RecordReader:
-    return index if isinstance(index, RecordReader) else ShardReader(index, open_source(index, reading))
 
 
 def _count(found: Findings, phase: ReadyPhase, members: Mapping[str, bytes]) -> None:

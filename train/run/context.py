@@ -9,7 +9,7 @@ from murmuration.train.distributed.stop import StopRequest
 from murmuration.train.recipe.ready_phase import ReadyPhase
 from murmuration.train.run.board import Board
 from murmuration.train.run.early_end import measured_before
-from murmuration.train.storage.checkpoint import KeptCheckpoint, Loaded
+from murmuration.train.storage.checkpoint import KeptCheckpoint
 from murmuration.train.storage.open_run import OpenRun
 
 
@@ -26,13 +26,7 @@ class RunContext(OpenRun):
     def say(self, text: str) -> None:
         self.board.say(text)
 
-    def latest_checkpoint(self) -> Loaded | None:
-        return self.latest(self._measured)
-
-    def recover_checkpoints(self) -> None:
-        self.recover(self._measured)
-
-    def _measured(self, entry: KeptCheckpoint, phase: str) -> dict[str, float]:
+    def measured(self, entry: KeptCheckpoint, phase: str) -> dict[str, float]:
         best = self.config.run.keep_best
         found = measured_before(self.folder.public_log, phase, entry.step, best) if best is not None else {}
         return {best: found[entry.step]} if best is not None and entry.step in found else {}

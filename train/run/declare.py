@@ -11,7 +11,6 @@ from murmuration.accounting.ledger.lines import PublicUse, Word
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.index.contents import pins_contents
 from murmuration.data.index.keyed_digest import ledger_digests
-from murmuration.data.store.place import RecordIndex
 from murmuration.train.config.data import CheckpointData, ShardData
 from murmuration.train.recipe.open_data import hosts_of
 from murmuration.train.recipe.pixels import as_json
@@ -23,11 +22,11 @@ from murmuration.train.storage.sibling_runs import RunLog
 
 def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     """On the main rank: declares the phase in the ledger and returns its plan; None without one."""
-    privacy, start = phase.settings.privacy, phase.start
+    start = phase.start
     contents, asked = run.contents(phase), run.config.run
     log, public = RunLog.of(phase.index, asked.registry), public_uses(phase)
     without_noise, origins = (start.without_noise, start.origins) if start is not None else ((), ())
-    if privacy is None:
+    if not phase.private:
         run.declare_start(phase.name, without_noise, origins)
         if not phase.settings.data.public:
             run.enter_log(log, phase.name, None, contents["data"])
@@ -35,7 +34,6 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
         for use, digest in public.items():
             run.writer.declare_public(phase.number, use, digest)
         return None
-    where, units = f"phases.{phase.number}", contents.get("units", "")
     words: dict[Word, bool] = {
         "private_curves": asked.private_curves or run.folder.has_private_curves(),
         "keep_key": asked.keep_key,
@@ -43,7 +41,9 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
     }
     return run.declare(
         phase.number, phase.name,
-        lambda known: plan_of_phase(phase.settings, privacy, phase.n, where, known, asked.noise, units),
+        lambda known: plan_of_phase(
+            phase.settings, phase.n, phase.where, asked.noise, known, contents.get("units", "")
+        ),
         log, contents["data"], without_noise=without_noise, origins=origins, public=public,
         stores=hosts_of(phase.index), words=[word for word, holds in words.items() if holds],
     )  # fmt: skip
@@ -51,14 +51,7 @@ def declare(run: RunContext, phase: ReadyPhase) -> PrivacyPlan | None:
 
 def public_uses(phase: ReadyPhase) -> dict[PublicUse, str]:
     """What the config says is public, apart from the phase's own records: digests."""
-    records: dict[PublicUse, RecordIndex | None] = {
-        "evaluation": phase.held_out,
-        "monitor": phase.monitored,
-        "mixing": phase.mixed,
-    }
-    found: dict[PublicUse, str] = {
-        use: ledger_digests(index, public=True)[0] for use, index in records.items() if index is not None
-    }
+    found: dict[PublicUse, str] = {use: ledger_digests(index, public=True)[0] for use, _, index in phase.public_records}
     data = phase.settings.data
     if phase.start is not None and phase.start.foreign and isinstance(data, CheckpointData) and data.public:
         found["weights"] = phase.start.digest

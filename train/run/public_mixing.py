@@ -19,19 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from murmuration.accounting.keys import Derive
-from murmuration.accounting.plan import PrivacyPlan
 from murmuration.data.batch.loader import Loader
 from murmuration.data.batch.reader import BatchReader, DataSpec
 from murmuration.data.draw.micro_batch import MicroBatch, even_width
 from murmuration.data.index.epochs import PublicEpochs, PublicOrder
-from murmuration.train.clip.engine import ClipEngine, Precision, autocast
+from murmuration.train.clip.engine import Precision, autocast
 from murmuration.train.config.phase import Mixing, Phase
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
 from murmuration.train.engines.around import EngineAround
 from murmuration.train.engines.base import AppliedUpdate, Engine
-from murmuration.train.noise.adaptive_norm import AdaptiveNorm
 from murmuration.train.noise.update import NoisyUpdate, PlainUpdate, Update, UpdateError
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.public.evaluation import PublicEvaluator
 from murmuration.train.public.monitor import LossMonitor, MonitorReading
 from murmuration.train.recipe.read_options import reading_options
@@ -167,10 +166,10 @@ class PublicRecords:
 
     @staticmethod
     def of(
-        run: RunContext, phase: ReadyPhase, engine: Engine, derive: Derive, clip: ClipEngine | None = None,
-        plan: PrivacyPlan | None = None, norm: AdaptiveNorm | None = None, stored: HeldOutFeatures | None = None,
+        run: RunContext, phase: ReadyPhase, engine: Engine, derive: Derive, private: PrivatePhase | None = None,
+        stored: HeldOutFeatures | None = None,
     ) -> PublicRecords:  # fmt: skip
-        parts = phase, engine, run.ranks, run.config.micro_batch, derive("public-masks"), clip, plan, norm
+        parts = phase, engine, run.ranks, run.config.micro_batch, derive("public-masks"), private
         return PublicRecords(
             phase.settings, run.board,
             PublicEvaluator(*parts, run.config.run.precision, stored) if phase.held_out is not None else None,

@@ -21,7 +21,7 @@ from murmuration.train.run.board import Board
 from murmuration.train.run.context import RunContext
 from murmuration.train.run.declare import declare
 from murmuration.train.run.early_end import asked_for
-from murmuration.train.run.phase import train_phase
+from murmuration.train.run.phase import PhaseTraining
 from murmuration.train.run.report import NEXT, certified, shown_config
 from murmuration.train.run.witness import Witness
 from murmuration.train.storage.checkpoint import Keep
@@ -39,8 +39,9 @@ def run_all(
     run_dir = RunDir(root)
     settings = config.run
     keep = Keep(settings.keep_checkpoints, settings.keep_every, settings.keep_best)
+    versions = {name: version(name) for name in ("torch", "deepspeed", "dp-accounting", "timm")}
     opened = open_run(
-        run_dir, root.name, ranks, keep, _versions(), resume=arguments.resume, debug_seed=settings.debug_seed,
+        run_dir, root.name, ranks, keep, versions, resume=arguments.resume, debug_seed=settings.debug_seed,
         new_segment=arguments.new_segment, record_digests=KEYED,
     )  # fmt: skip
     run = RunContext(
@@ -96,10 +97,10 @@ def _train(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | None:
         run.ranks.on_main(run.tell_objection)
         run.ranks.on_main(lambda: run.board.describe(shown_config(run.config), *_compared(run, phases)))
         for phase in phases:
-            loaded = run.latest_checkpoint()
+            loaded = run.latest()
             done = (-1, 0) if loaded is None else (loaded.position.phase, loaded.position.step)
             if done < (phase.number, phase.settings.steps):
-                train_phase(run, phase, loaded)
+                PhaseTraining(run, phase, loaded).train()
         parted = True
     except Stopped:
         parted = True
@@ -119,7 +120,7 @@ def _trained_before(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | 
     if the budget ended it."""
     run.board.say(f"{run.name} is finished; writing its certificate and report again")
     run.ranks.on_main(lambda: _require_same_run(run, phases))
-    run.ranks.on_main(run.recover_checkpoints)
+    run.ranks.on_main(run.recover)
     run.ranks.on_main(lambda: _declare_choices(run))
     return run.ranks.on_main(lambda: _ended_early(run, phases))
 
@@ -231,7 +232,3 @@ def _ended_early(run: RunContext, phases: list[ReadyPhase]) -> BudgetSpent | Non
         history.last_committed(phase) < plan.steps for phase, plan in history.plans.items() if phase not in chosen
     )
     return BudgetSpent("the run ended before its last step, because its budget was spent") if short else None
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "deepspeed", "dp-accounting", "timm")}

@@ -52,14 +52,6 @@ if TYPE_CHECKING:
 LOCK_WAIT_SECONDS = 60
 PUBLIC_SEGMENT = "public"
 
-CheckpointMeasure = Callable[[KeptCheckpoint, str], dict[str, float]]
-"""What was measured on public records with a checkpoint's weights, given the name of its phase."""
-
-
-def nothing_measured(entry: KeptCheckpoint, phase: str) -> dict[str, float]:
-    del entry, phase
-    return {}
-
 
 @dataclass
 class OpenRun:
@@ -301,10 +293,15 @@ class OpenRun:
         if plan is not None and not seeded:
             self.writer.witnesses[str(log)] = log.note
 
-    def latest(self, measured: CheckpointMeasure = nothing_measured) -> Loaded | None:
+    def measured(self, entry: KeptCheckpoint, phase: str) -> dict[str, float]:
+        """What was measured on public records with a checkpoint's weights; `phase`: the name of its phase."""
+        del entry, phase
+        return {}
+
+    def latest(self) -> Loaded | None:
         """The last durable checkpoint; refused if it does not belong to this ledger, or the ledger ends before it."""
         checkpoints, ranks = self.checkpoints, self.ranks
-        ranks.on_main(lambda: self.recover(measured))
+        ranks.on_main(self.recover)
         try:
             loaded = checkpoints.latest()
         except CheckpointError as damage:
@@ -348,7 +345,7 @@ class OpenRun:
             raise raised_on_all_ranks(CheckpointError(f"{self.checkpoints.folder} contains no checkpoint; restore one"))
         return found
 
-    def recover(self, measured: CheckpointMeasure = nothing_measured) -> None:
+    def recover(self) -> None:
         """Restores pointer and folders to what the ledger says. It names every checkpoint before the pointer does."""
         history = self.writer.history
         for manifest in self.checkpoints.folder.glob("phase*-step*/manifest.json"):  # before any of them is retired
@@ -359,7 +356,7 @@ class OpenRun:
 
         def of(entry: KeptCheckpoint) -> dict[str, float]:
             name = history.phase_names.get(entry.phase)
-            return {} if name is None else measured(entry, name)
+            return {} if name is None else self.measured(entry, name)
 
         named = [KeptCheckpoint(mark.phase, mark.step, mark.digest) for mark in reversed(history.checkpoints)]
         reason = self.checkpoints.recover(named, of)
