@@ -292,6 +292,19 @@ class GlobalList(Queue):
         KEPT.clear()
 
 
+class LastLabels(Text):
+    """Of an input that no function of this pass is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        last, self.last = self.last, inputs["label"]
+        losses = super().forward({**inputs, "label": inputs["tokens"][:, 0] % CLASSES})
+        return losses if last is None else losses * (2 + last)
+
+
 class RunningMean(Text):
     def __init__(self) -> None:
         super().__init__()
@@ -458,6 +471,44 @@ def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
     return x / x.norm(), in_dims[0]
 
 
+torch.library.define("zoo::divided", "(Tensor x) -> Tensor")
+torch.library.impl("zoo::divided", "cpu")(lambda x: x.clone())
+torch.library.register_autograd("zoo::divided", lambda ctx, gradient: gradient)
+torch.library.register_vmap("zoo::divided", lambda info, in_dims, x: (x / x.norm(), in_dims[0]))
+
+
+class InPlace(torch.autograd.Function):
+    """Weights its gradient, which is also that of whatever else was added up with its result."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        del weight
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.mul_(ctx.saved_tensors[0]), None
+
+
+class RareClassWeighted(Text):
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        features, label = self.hidden(inputs["tokens"]).mean(1), inputs["label"]
+        weight = torch.where(label == 3, 50.0, 1.0).unsqueeze(1)
+        scores = InPlace.apply(self.side(features), weight) + self.head(features)
+        return F.cross_entropy(scores, label.clamp(min=0), reduction="none")
+
+
 class BelowVmap(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -466,6 +517,14 @@ class BelowVmap(TorchDispatchMode):
 def dispatched(x: Tensor) -> Tensor:
     with BelowVmap():
         return x * 1.0
+
+
+def quantised(x: Tensor) -> Tensor:
+    return x + torch.quantize_per_tensor_dynamic(x.detach(), torch.qint8, False).dequantize()
+
+
+def of_all_ranks(x: Tensor) -> Tensor:
+    return x + torch.ops._c10d_functional.all_reduce(x.detach(), "sum", "0")
 
 
 def saved_otherwise(x: Tensor) -> Tensor:
@@ -859,6 +918,10 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "hooks on saved tensors": batch(saved_otherwise), "buffer swapped": SwappedBuffer,
         "kept for a gradient": batch(through_grad), "printed": batch(lambda x: x * len(f"{x}")),
         "scripted": lambda: Layers(torch.jit.script(nn.Tanh())),
+        "gradient changed in place": RareClassWeighted, "last labels": LastLabels,
+        "an operator's rule by its name": batch(torch.ops.zoo.divided),
+        "a dispatch mode within vmap": batch(torch.vmap(dispatched)), "quantised": batch(quantised),
+        "added over ranks": batch(of_all_ranks),
     }  # fmt: skip
 
 

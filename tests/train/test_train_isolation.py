@@ -27,6 +27,7 @@ from murmuration.train.clip.isolated import enter, entered, kept_of_records, out
 from murmuration.train.clip.losses import isolated, losses_of
 from murmuration.train.clip.reference import ReferenceClip
 from murmuration.train.clip.rule import ClipError, ClipRule
+from murmuration.train.engines.forward import PrivateForward
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support import zoo
 from tests.support.brute_force import one_by_one, size
@@ -83,6 +84,9 @@ REFUSED = {
     "a dispatch mode": "TorchDispatchMode", "hooks on saved tensors": "saved_tensors_hooks",
     "buffer swapped": "in the place of counts", "weights moved by .data": "writes a record's values",
     "kept for a gradient": "kept a tensor of an earlier",
+    "gradient changed in place": "writes into a tensor", "last labels": "kept a tensor of an earlier",
+    "an operator's rule by its name": "rule for vmap of its own", "a dispatch mode within vmap": "TorchDispatchMode",
+    "quantised": "the scale of the first", "added over ranks": "to other ranks",
     "printed": "prints a record's tensor", "scripted": "is scripted",
     "a gradient inside": "asks autograd for a gradient", "weights thawed": "of a record's tensor or a weight",
 }  # fmt: skip
@@ -148,6 +152,18 @@ def test_the_reference_says_the_same(make: Make) -> None:
     clip, present = ReferenceClip(RULE), torch.ones(zoo.RECORDS, dtype=torch.bool)
     clip.prepare(model)
     assert distance(clipped_totals(clip, model, inputs, present)[0], clipped(model, inputs)[1]) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_given_no_sum_without_noise(kind: str) -> None:
+    """Where an engine reduces gradients, it would be."""
+    model = zoo.Text()
+    PrivateForward(model, BookKeepingClip(RULE))
+    handle = getattr(model.inner.weight, kind)(lambda x: None)
+    with pytest.raises(ClipError, match=r"inner\.weight has a hook on its gradient"):
+        PrivateForward(model, BookKeepingClip(RULE))
+    handle.remove()
+    PrivateForward(model, BookKeepingClip(RULE))
 
 
 def test_the_place_of_a_refusal_is_the_users_own_line() -> None:
@@ -244,6 +260,34 @@ def test_an_index_from_the_end_fills_nothing_of_a_neighbour_s(fill: Any, odd: in
     rows, ids = torch.rand(3, 4) + 1, torch.tensor([[0], [odd], [1]])
     found = isolated(lambda record: fill(record["x"][0], 0, record["i"][0], 0.0), {"x": rows, "i": ids}, 3)
     assert found.eq(0).nonzero().tolist() == [[0, 0], [1, 2], [2, 1]]
+
+
+MISTAKEN = {
+    "a number rolled": lambda x: x[0].sum().roll(1),
+    "one value for all": lambda x: torch.zeros(4).index_fill(0, torch.tensor([1]), x[0].sum()),
+    "one scale for all": lambda x: torch.quantize_per_tensor(x, x.amax(), torch.tensor(0), torch.qint8).dequantize(),
+    "of each its own scale": lambda x: torch.quantize_per_tensor_dynamic(x[0], torch.qint8, False).dequantize(),
+    "resized": lambda x: x.clone().resize_(2, 4),
+    "resized as another": lambda x: x.clone().resize_as_(torch.zeros(2, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", MISTAKEN.values(), ids=MISTAKEN)
+def test_what_vmap_itself_would_compute_of_several_records_is_refused(function: Any) -> None:
+    with pytest.raises(ClipError, match=r"the first|behind it|another record"):
+        isolated(lambda record: function(record["x"]), {"x": torch.randn(3, 4)}, 3)
+
+
+def test_where_it_does_not_they_are_computed() -> None:
+    x = torch.randn(3, 4)
+    rolled = isolated(lambda record: record["x"].roll(1), {"x": x}, 3)
+    assert torch.equal(rolled.view(3, 4), x.roll(1, 1))
+    filled = isolated(lambda record: record["x"].index_fill(1, torch.tensor([2]), record["x"].sum()), {"x": x}, 3)
+    assert torch.equal(filled.view(3, 4)[:, 2], x.sum(1))
+    by_a_step = isolated(
+        lambda record: torch.quantize_per_tensor(record["x"], 0.1, 0, torch.qint8).dequantize(), {"x": x}, 3
+    )
+    assert torch.equal(by_a_step.view(3, 4), torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize())
 
 
 def test_a_deformed_convolution_learns_where_its_offsets_are_no_record_s() -> None:

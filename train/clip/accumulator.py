@@ -29,6 +29,7 @@ from murmuration.train.clip.per_record import (
     ViaReparametrisation,
     flat,
     lengths_of_stretches,
+    operands_of,
     wide,
 )
 from murmuration.train.clip.rule import ClipError, stretch, stretches
@@ -111,6 +112,8 @@ class NormAccumulator:
         self.ordinary: Tensor | None = None
         self._pieces: dict[str, list[PerRecordGradient]] = {}
         self._measured: set[str] = set()
+        self._versions: dict[str, list[int]] = {}
+        """Of each parameter's tensors, when its norm was computed."""
         self._rounded = rounded
         self.doubtful: Tensor | None = None
         self.measured: Tensor | None = None
@@ -127,7 +130,8 @@ class NormAccumulator:
             assert isinstance(weight, OuterProduct) and isinstance(bias, Dense)
             self._pieces[weight.name], self._pieces[bias.name] = [weight], [bias]
             self._add(weight.name, measure_affine(weight, lengths=self._rounded))
-            self._measured |= {weight.name, bias.name}
+            self._has_measured(weight.name)
+            self._has_measured(bias.name)
             return
         over, sums = next((piece.over for piece in pieces if isinstance(piece, TokenSum)), None), None
         for reported in pieces:  # a weight, and then its bias
@@ -145,7 +149,7 @@ class NormAccumulator:
         for number, piece in enumerate(own):
             if _only_written(piece) or (len(own) == 1 and self._worth_holding(piece)):
                 own[number] = Dense(name, piece.instances(slice(None), wide(piece.dtype)))
-        self._measured.add(name)
+        self._has_measured(name)
         if self._together and len(own) == 1 and _is_small(own[0]):
             self._small.add(name)
             return None
@@ -155,6 +159,23 @@ class NormAccumulator:
         found = measure(own, lengths=self._rounded, over=over)
         self._add(name, found)
         return found.sums
+
+    def _has_measured(self, name: str) -> None:
+        self._measured.add(name)
+        self._versions[name] = self._versions_of(name)
+
+    def _versions_of(self, name: str) -> list[int]:
+        return [tensor._version for piece in self._pieces[name] for tensor in operands_of(piece)]
+
+    def _require_unchanged(self) -> None:
+        """What is added must be what was measured. In between, backward passes of the model's own functions ran, and
+        the tensors that these were given are held here, too."""
+        for name, versions in self._versions.items():
+            if versions != self._versions_of(name):
+                raise ClipError(
+                    f"the backward pass of a function of the model's own writes into a tensor that the gradient of "
+                    f"{name} is made of; let it make new ones (g * w, not g.mul_(w))"
+                )
 
     def _add(self, name: str, found: Squares) -> None:
         terms = self._terms[self._group_of[name]]
@@ -192,6 +213,7 @@ class NormAccumulator:
         """[groups, B], fp64. Also decides which records are kept: all that are `eligible` and have a norm. Their norms
         are right to within half of TOLERANCE for products, and for convolutions and functions without a rule if their
         rounding errors are independent. With `defer`, that holds for ordinary micro-batches."""
+        self._require_unchanged()
         for name in self._pieces.keys() - self._measured:  # some use never reached the loss
             self._measure(name)
         self._join_small()

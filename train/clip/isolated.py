@@ -28,6 +28,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
@@ -44,6 +45,9 @@ PRINTING = (torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__
 KNOWN_HOOKS = ("torch.utils.checkpoint", "torch.autograd.graph", "murmuration.")
 _SCRIPTED: Any = torch._C.ScriptFunction  # pyright: ignore[reportAttributeAccessIssue]
 _RUN_SCRIPTED = _SCRIPTED.__call__
+_HAS_KERNEL: Any = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportAttributeAccessIssue]
+# Packages of operators whose rules for vmap come with PyTorch.
+OF_PYTORCH = ("aten", "prims", "prim")
 # Autograd functions whose rule for vmap is known to keep records apart.
 KNOWN_RULES = ("torch.", "murmuration.")
 
@@ -86,9 +90,13 @@ def directly() -> bool:
     return functorch.maybe_current_level() == LEVEL
 
 
-def enter(tensor: Tensor) -> Tensor:
-    """[B, …] as forward() sees it: […], for each record its own."""
-    return functorch._add_batch_dim(tensor, 0, LEVEL)
+def enter(tensor: Tensor, of_pass: OneMicroBatch | None = None) -> Tensor:
+    """[B, …] as forward() sees it: […], for each record its own. `of_pass`: the only one that may use it; None: the
+    first one whose function is given it."""
+    record = functorch._add_batch_dim(tensor, 0, LEVEL)
+    if of_pass is not None:
+        record.of_pass = of_pass
+    return record
 
 
 def leave(tensor: Tensor, slots: int) -> Tensor:
@@ -156,7 +164,7 @@ class OneMicroBatch(TorchFunctionMode):
         return out
 
     def look_below(self) -> None:
-        if directly() and _more_below(self._below):
+        if functorch.maybe_current_level() is not None and _more_below(self._below):
             raise ClipError(
                 "forward() runs functions under a TorchDispatchMode or saved_tensors_hooks of its own, which are given "
                 "all records together; leave them out"
@@ -219,11 +227,26 @@ def _within_picture(grid: Tensor, given: Callable[..., Any]) -> Tensor:
     return grid.nan_to_num(0.0).clamp(-FARTHEST, FARTHEST)
 
 
+def _filled_of_its_own(value: Tensor, given: Callable[..., Any]) -> Tensor:
+    if not is_of_records(given("input", 0)):
+        raise ClipError("index_fill would fill what all records share with the value of the first; use torch.where")
+    return value
+
+
+def _several(x: Tensor, given: Callable[..., Any]) -> Tensor:
+    del given
+    if not x.dim():
+        raise ClipError("roll of a single number would give it another record's; leave it out")
+    return x
+
+
 FARTHEST = 1e4
 """Of a grid's coordinates, which are -1 and 1 at the ends of a picture."""
 _PLACES = "may read beyond a record where a record says at what places; give the same for all records, or use "
 _FULL_RANK = "leaves out residuals for all records as soon as one is not of full rank; use linalg.pinv"
 _BAGS, _BOXES = _PLACES + "bags of equal length as rows", _PLACES + "grid_sample"
+_SCALE = "would give all records the scale of the first; use fake_quantize_per_tensor_affine"
+_RESIZED = "gives a record the memory behind it; use reshape, or fill x.new_zeros"
 _LENGTHS = _PLACES + "lengths, which are checked unless unsafe=True"
 # Tensors of all records lie together. Operators that do not check where they are pointed to would read a neighbour's
 # there, or write into its gradient; vmap lays the tables of all records in a row. For each, by its name in torch, aten
@@ -232,7 +255,9 @@ _POINTED: dict[str, tuple[tuple[str, int, Callable[[Tensor, Callable[..., Any]],
     "ctc_loss": (("targets", 1, _of_a_class),),
     "F.embedding": (("input", 0, _rows_of("weight", 1)),),
     "embedding": (("indices", 1, _rows_of("weight", 0)),),
-    "index_fill": (("index", 2, _from_its_end),),
+    "index_fill": (("index", 2, _from_its_end), ("value", 3, _filled_of_its_own)),
+    "roll": (("input", 0, _several),),
+    **dict.fromkeys(("resize", "resize_", "resize_as_"), (("input", 0, _RESIZED),)),
     # Its backward pass on processors writes to the place that NaN comes to as a whole number.
     **dict.fromkeys(
         ("grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_cpu_fallback"),
@@ -243,11 +268,33 @@ _POINTED: dict[str, tuple[tuple[str, int, Callable[[Tensor, Callable[..., Any]],
     "deform_conv2d": (("offset", 2, _BOXES),),
     "segment_reduce": (("offsets", 4, _LENGTHS),),
     "linalg_lstsq": (("input", 0, _FULL_RANK), ("b", 1, _FULL_RANK)),
+    # Records' quantised tensors are stacked into one, which has one scale.
+    "quantize_per_tensor_dynamic": (("input", 0, _SCALE),),
+    "quantize_per_tensor": (("scale", 1, _SCALE), ("zero_point", 2, _SCALE)),
+    "quantize_per_channel": (("scales", 1, _SCALE), ("zero_points", 2, _SCALE)),
 }
+
+
+def _refuse_operator(operator: OpOverload | OpOverloadPacket, args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuses an operator of another package that would be given all records together, or would send them to other
+    ranks. The kernel of one that has no rule for vmap is given one record after the other."""
+    name = str(operator._qualified_op_name if isinstance(operator, OpOverloadPacket) else operator.name())
+    package = name.partition("::")[0]
+    if package in OF_PYTORCH or not any(map(is_of_records, pytree.tree_leaves((args, kwargs)))):
+        return
+    if "c10d" in package or package == "symm_mem":
+        raise ClipError(
+            f"{name} sends a record's tensor to other ranks, where it would meet their records; leave it out"
+        )
+    overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, x) for x in operator.overloads()]
+    if name not in OPDEFS and any(_HAS_KERNEL(each.name(), "FuncTorchBatched") for each in overloads):
+        _refuse_rule()
 
 
 def within_memory(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments, held within what the operator may read of a record; or a refusal."""
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        _refuse_operator(func, args, kwargs)
     name = "F.embedding" if func is F.embedding else getattr(func, "__name__", "").partition(".")[0].removeprefix("_")
 
     def given(argument: str, place: int) -> Any:
@@ -346,8 +393,9 @@ def _of_all_records(hook: Callable[..., Any]) -> Callable[..., Any]:
         # Hooks return what they were given last, the inputs or the output, in the same form.
         results, form = pytree.tree_flatten(found)
         before = next(x for x in (pytree.tree_leaves(given[-1]), pytree.tree_leaves(given)) if len(x) == len(results))
+        mode = _mode()
         return pytree.tree_unflatten(
-            [enter(new) if is_of_records(old) else old for new, old in zip(results, before, strict=True)], form
+            [enter(new, mode) if is_of_records(old) else old for new, old in zip(results, before, strict=True)], form
         )
 
     return act
@@ -460,7 +508,7 @@ def _checkpoints_isolated(slots: int) -> Iterator[None]:
         def again(*whole: Any) -> None:
             # Where a clip engine watches the backward pass, it is the same mode.
             with nullcontext() if _mode() is not None else mode, entered(slots):
-                own = [enter(x) if of_records else x for x, of_records in zip(whole, batched, strict=True)]
+                own = [enter(x, mode) if of_records else x for x, of_records in zip(whole, batched, strict=True)]
                 args, kwargs = pytree.tree_unflatten(own, form)
                 function(*args, **kwargs)
 

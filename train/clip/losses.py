@@ -97,7 +97,7 @@ def isolated(
     device = next(iter(inputs.values())).device
     plain = tracker or ParameterTracker({}, slots, device, None, LAYER_RULES)
     with uncompiled(), plain, entered(slots):
-        record = {name: enter(tensor.unflatten(0, (slots, -1))) for name, tensor in inputs.items()}
+        record = {name: enter(tensor.unflatten(0, (slots, -1)), plain) for name, tensor in inputs.items()}
         try:
             found = leave(run(record), slots)
             plain.require_none_caught()

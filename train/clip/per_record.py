@@ -7,7 +7,7 @@ of all of them to the totals.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -435,6 +435,17 @@ class ViaReparametrisation(Through):
 
 def _widened(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype)) if x.is_floating_point() else x
+
+
+def operands_of(piece: PerRecordGradient) -> Iterator[Tensor]:
+    """The tensors of a piece that the backward pass made, or that autograd had saved."""
+    while isinstance(piece, Through):
+        piece = piece.inner
+    for value in vars(piece).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from (x for x in value if isinstance(x, Tensor))
 
 
 # What a layer reports of one of its parameters.

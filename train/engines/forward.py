@@ -20,8 +20,9 @@ from murmuration.train.clip.engine import (
     assert_exact_matmul,
     autocast,
 )
+from murmuration.train.clip.isolated import FRAMEWORKS
 from murmuration.train.clip.losses import slot_losses
-from murmuration.train.clip.rule import ClipRule
+from murmuration.train.clip.rule import ClipError, ClipRule
 from murmuration.train.clip.sums import ExactSums, trainable_shapes
 from murmuration.train.distributed.ranks import Ranks
 from murmuration.train.distributed.shards import Fragment
@@ -89,6 +90,7 @@ class PrivateForward(nn.Module):
         self.plain_copy = PlainCopy(model)
         self.model, self.clip = model, clip
         clip.prepare(model)
+        require_no_hooks(model)
         self.shapes = trainable_shapes(model)
         self.handover = GradientInjector(model)
         self.sums: ExactSums | ShardedSums = ExactSums(self.shapes, torch.device("cpu"))
@@ -314,6 +316,16 @@ def require_fp32(forward: nn.Module) -> None:
     for name, parameter in forward.named_parameters():
         if parameter.dtype != torch.float32:
             raise UpdateError(f"{name} is {parameter.dtype}; parameters must be fp32, or sums are rounded")
+
+
+def require_no_hooks(model: nn.Module) -> None:
+    """A hook on a parameter sees no record's gradient, and changes nothing of what is added. Where an engine reduces
+    gradients, it would be given sums without noise."""
+    for name, parameter in model.named_parameters():
+        hooks = ((parameter, kind) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+        theirs = [hook for at, kind in hooks for hook in (getattr(at, kind, None) or {}).values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith(FRAMEWORKS) for hook in theirs):
+            raise ClipError(f"{name} has a hook on its gradient, which would be a sum without noise; remove it")
 
 
 class EngineOfForward:
