@@ -519,6 +519,12 @@ def dispatched(x: Tensor) -> Tensor:
         return x * 1.0
 
 
+def by_distance(x: Tensor, distance: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Weighted by a loss that is given a function."""
+    loss = F.triplet_margin_with_distance_loss
+    return x * loss(x, x.roll(1, -1), x.flip(-1), distance_function=distance, reduction="none").unsqueeze(-1)
+
+
 def quantised(x: Tensor) -> Tensor:
     return x + torch.quantize_per_tensor_dynamic(x.detach(), torch.qint8, False).dequantize()
 
@@ -921,6 +927,9 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "gradient changed in place": RareClassWeighted, "last labels": LastLabels,
         "an operator's rule by its name": batch(torch.ops.zoo.divided),
         "a dispatch mode within vmap": batch(torch.vmap(dispatched)), "quantised": batch(quantised),
+        "a dispatch mode within a distance": batch(
+            lambda x: by_distance(x, lambda a, b: dispatched(a - b).square().sum(-1))
+        ),
         "added over ranks": batch(of_all_ranks),
     }  # fmt: skip
 
@@ -964,6 +973,10 @@ def ordinary() -> dict[str, Callable[[], nn.Module]]:
         "weight from the left": lambda: Free((TOKENS, TOKENS), lambda w, x: (w @ x).tanh()),
         "bilinear": lambda: Layers(nn.Bilinear(WIDTH, WIDTH, WIDTH), lambda net, x: net(x, x)),
         "softmax of a weight": lambda: Free((TOKENS,), lambda w, x: x * w.softmax(0)[:, None]),
+        "learned distance": lambda: Layers(
+            nn.Linear(WIDTH, WIDTH),
+            lambda net, x: by_distance(x, lambda a, b: (net(a) - net(b)).square().sum(-1)),
+        ),
         "orthogonal weight": lambda: Free((WIDTH, WIDTH), lambda w, x: x @ torch.linalg.qr(w)[0]),
         "weight norm": lambda: Layers(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
         "vmap within": lambda: Layers(

@@ -86,6 +86,7 @@ REFUSED = {
     "kept for a gradient": "kept a tensor of an earlier",
     "gradient changed in place": "writes into a tensor", "last labels": "kept a tensor of an earlier",
     "an operator's rule by its name": "rule for vmap of its own", "a dispatch mode within vmap": "TorchDispatchMode",
+    "a dispatch mode within a distance": "TorchDispatchMode",
     "quantised": "the scale of the first", "added over ranks": "to other ranks",
     "printed": "prints a record's tensor", "scripted": "is scripted",
     "a gradient inside": "asks autograd for a gradient", "weights thawed": "of a record's tensor or a weight",

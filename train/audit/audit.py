@@ -194,7 +194,8 @@ class _Audit:
         in another ledger; with independent noise and Poisson draws."""
         plan = replace(
             self.plan, sampling=make_sampling("poisson", self.plan.records, DIVISOR_RATE * self.plan.records, 1),
-            steps=DIVISOR_STEPS, epsilon_budget=1e3, noise=IndependentNoise(),
+            steps=DIVISOR_STEPS, epsilon_budget=1e3,
+            noise=self.plan.noise if self.plan.noise.bands == 1 else IndependentNoise(),
         )  # fmt: skip
         example = synthetic_batch(self.phase.shape, self.settings.objective, self.micro_batch, INPUT_SEED)
         self.ranks.on_main(lambda: self._begin("divisor", plan))

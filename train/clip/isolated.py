@@ -153,6 +153,8 @@ class OneMicroBatch(TorchFunctionMode):
         for x in (*args, *kwargs.values()):
             self.look_at(x if isinstance(x, (tuple, list)) else (x,))
         args, kwargs = within_memory(func, args, kwargs)
+        if getattr(func, "__module__", "") == F.__name__:  # some are given a function of the model's own
+            args, kwargs = [*map(self.watched, args)], {name: self.watched(x) for name, x in kwargs.items()}
         try:
             out = self.call(func, args, kwargs)
         except Exception as error:
@@ -162,6 +164,17 @@ class OneMicroBatch(TorchFunctionMode):
             if is_of_records(tensor):
                 tensor.of_pass = self
         return out
+
+    def watched(self, given: Any) -> Any:
+        """A distance, say, that is called while this mode, as all modes, is out of the way of the function given it."""
+        if not callable(given) or isinstance(given, type):
+            return given
+
+        def act(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return given(*args, **kwargs)
+
+        return act
 
     def look_below(self) -> None:
         if functorch.maybe_current_level() is not None and _more_below(self._below):
