@@ -13,7 +13,8 @@ from murmuration.model.inputs import DROP_KEY
 from murmuration.train.clip.engine import ClipEngine
 from murmuration.train.config.phase import Evaluation, Monitor
 from murmuration.train.config.root import Config
-from murmuration.train.noise.adaptive_norm import AdaptiveNorm, next_rule
+from murmuration.train.noise.adaptive_norm import AdaptiveNorm
+from murmuration.train.private_phase import PrivatePhase
 from murmuration.train.recipe.ready_phase import ReadyPhase, prepare
 
 
@@ -35,8 +36,10 @@ def ready(**changes: Any) -> ReadyPhase:
 
 
 def private_of(clip: ClipEngine, plan: PrivacyPlan, norm: AdaptiveNorm | None = None) -> Any:
-    """What is asked of a private phase where public records are measured."""
-    return SimpleNamespace(clip=clip, plan=plan, rule=next_rule(clip, norm))
+    """A private phase, as far as measurements of public records ask for one."""
+    private: Any = PrivatePhase.__new__(PrivatePhase)
+    private.clip, private.plan, private.made = clip, plan, SimpleNamespace(norm=norm)
+    return private
 
 
 def measured(phase: ReadyPhase) -> ReadyPhase:

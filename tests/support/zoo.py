@@ -305,6 +305,21 @@ class LastLabels(Text):
         return losses if last is None else losses * (2 + last)
 
 
+class LastLabelsOfALayer(LastLabels):
+    """Kept where a checkpointed layer runs again, in the backward pass."""
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        last, label = self.last, inputs["label"]
+
+        def layer(x: Tensor, label: Tensor) -> Tensor:
+            self.last = label
+            return x.tanh()
+
+        hidden = checkpoint(layer, self.hidden(inputs["tokens"]), label, use_reentrant=False)
+        losses = self.losses(hidden, {**inputs, "label": inputs["tokens"][:, 0] % CLASSES})
+        return losses if last is None else losses * (2 + last)
+
+
 class RunningMean(Text):
     def __init__(self) -> None:
         super().__init__()
@@ -925,6 +940,7 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "kept for a gradient": batch(through_grad), "printed": batch(lambda x: x * len(f"{x}")),
         "scripted": lambda: Layers(torch.jit.script(nn.Tanh())),
         "gradient changed in place": RareClassWeighted, "last labels": LastLabels,
+        "last labels of a layer that runs again": LastLabelsOfALayer,
         "an operator's rule by its name": batch(torch.ops.zoo.divided),
         "a dispatch mode within vmap": batch(torch.vmap(dispatched)), "quantised": batch(quantised),
         "a dispatch mode within a distance": batch(

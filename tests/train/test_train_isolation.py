@@ -85,6 +85,7 @@ REFUSED = {
     "buffer swapped": "in the place of counts", "weights moved by .data": "writes a record's values",
     "kept for a gradient": "kept a tensor of an earlier",
     "gradient changed in place": "writes into a tensor", "last labels": "kept a tensor of an earlier",
+    "last labels of a layer that runs again": "kept a tensor of an earlier",
     "an operator's rule by its name": "rule for vmap of its own", "a dispatch mode within vmap": "TorchDispatchMode",
     "a dispatch mode within a distance": "TorchDispatchMode",
     "quantised": "the scale of the first", "added over ranks": "to other ranks",
@@ -267,6 +268,9 @@ MISTAKEN = {
     "a number rolled": lambda x: x[0].sum().roll(1),
     "one value for all": lambda x: torch.zeros(4).index_fill(0, torch.tensor([1]), x[0].sum()),
     "one scale for all": lambda x: torch.quantize_per_tensor(x, x.amax(), torch.tensor(0), torch.qint8).dequantize(),
+    "one zero for all": lambda x: torch.quantize_per_tensor(
+        x, torch.tensor(0.01), (100 * x.amax()).int(), torch.qint8
+    ).dequantize(),
     "of each its own scale": lambda x: torch.quantize_per_tensor_dynamic(x[0], torch.qint8, False).dequantize(),
     "resized": lambda x: x.clone().resize_(2, 4),
     "resized as another": lambda x: x.clone().resize_as_(torch.zeros(2, 4)),
@@ -274,12 +278,12 @@ MISTAKEN = {
 
 
 @pytest.mark.parametrize("function", MISTAKEN.values(), ids=MISTAKEN)
-def test_what_vmap_itself_would_compute_of_several_records_is_refused(function: Any) -> None:
+def test_operators_in_which_vmap_itself_mixes_records_are_refused(function: Any) -> None:
     with pytest.raises(ClipError, match=r"the first|behind it|another record"):
         isolated(lambda record: function(record["x"]), {"x": torch.randn(3, 4)}, 3)
 
 
-def test_where_it_does_not_they_are_computed() -> None:
+def test_the_same_operators_are_computed_where_it_mixes_nothing() -> None:
     x = torch.randn(3, 4)
     rolled = isolated(lambda record: record["x"].roll(1), {"x": x}, 3)
     assert torch.equal(rolled.view(3, 4), x.roll(1, 1))

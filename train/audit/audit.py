@@ -191,7 +191,7 @@ class _Audit:
 
     def _divisor(self) -> Check:
         """Checks the divisor with a `PrivateStep` whose records are present but contribute zero, at learning rate 0 and
-        in another ledger; with independent noise and Poisson draws."""
+        in another ledger; with Poisson draws, and with noise that no two steps share."""
         plan = replace(
             self.plan, sampling=make_sampling("poisson", self.plan.records, DIVISOR_RATE * self.plan.records, 1),
             steps=DIVISOR_STEPS, epsilon_budget=1e3,

@@ -112,8 +112,8 @@ class NormAccumulator:
         self.ordinary: Tensor | None = None
         self._pieces: dict[str, list[PerRecordGradient]] = {}
         self._measured: set[str] = set()
-        self._versions: dict[str, list[int]] = {}
-        """Of each parameter's tensors, when its norm was computed."""
+        self._operands: list[tuple[str, Tensor, int]] = []
+        """Of each parameter's gradient, with the version that its norm was computed of."""
         self._rounded = rounded
         self.doubtful: Tensor | None = None
         self.measured: Tensor | None = None
@@ -162,20 +162,18 @@ class NormAccumulator:
 
     def _has_measured(self, name: str) -> None:
         self._measured.add(name)
-        self._versions[name] = self._versions_of(name)
-
-    def _versions_of(self, name: str) -> list[int]:
-        return [tensor._version for piece in self._pieces[name] for tensor in operands_of(piece)]
+        self._operands += [(name, x, x._version) for piece in self._pieces[name] for x in operands_of(piece)]
 
     def _require_unchanged(self) -> None:
         """What is added must be what was measured. In between, backward passes of the model's own functions ran, and
         the tensors that these were given are held here, too."""
-        for name, versions in self._versions.items():
-            if versions != self._versions_of(name):
+        for name, tensor, version in self._operands:
+            if tensor._version != version:
                 raise ClipError(
                     f"the backward pass of a function of the model's own writes into a tensor that the gradient of "
                     f"{name} is made of; let it make new ones (g * w, not g.mul_(w))"
                 )
+        self._operands.clear()  # or they would be held until all parameters are added
 
     def _add(self, name: str, found: Squares) -> None:
         terms = self._terms[self._group_of[name]]

@@ -166,7 +166,8 @@ class OneMicroBatch(TorchFunctionMode):
         return out
 
     def watched(self, given: Any) -> Any:
-        """A distance, say, that is called while this mode, as all modes, is out of the way of the function given it."""
+        """Puts this mode around a function of the model's own, such as a distance: it is off within PyTorch's function,
+        which calls it."""
         if not callable(given) or isinstance(given, type):
             return given
 
@@ -246,7 +247,7 @@ def _filled_of_its_own(value: Tensor, given: Callable[..., Any]) -> Tensor:
     return value
 
 
-def _several(x: Tensor, given: Callable[..., Any]) -> Tensor:
+def _not_a_single_number(x: Tensor, given: Callable[..., Any]) -> Tensor:
     del given
     if not x.dim():
         raise ClipError("roll of a single number would give it another record's; leave it out")
@@ -269,7 +270,7 @@ _POINTED: dict[str, tuple[tuple[str, int, Callable[[Tensor, Callable[..., Any]],
     "F.embedding": (("input", 0, _rows_of("weight", 1)),),
     "embedding": (("indices", 1, _rows_of("weight", 0)),),
     "index_fill": (("index", 2, _from_its_end), ("value", 3, _filled_of_its_own)),
-    "roll": (("input", 0, _several),),
+    "roll": (("input", 0, _not_a_single_number),),
     **dict.fromkeys(("resize", "resize_", "resize_as_"), (("input", 0, _RESIZED),)),
     # Its backward pass on processors writes to the place that NaN comes to as a whole number.
     **dict.fromkeys(
@@ -284,7 +285,6 @@ _POINTED: dict[str, tuple[tuple[str, int, Callable[[Tensor, Callable[..., Any]],
     # Records' quantised tensors are stacked into one, which has one scale.
     "quantize_per_tensor_dynamic": (("input", 0, _SCALE),),
     "quantize_per_tensor": (("scale", 1, _SCALE), ("zero_point", 2, _SCALE)),
-    "quantize_per_channel": (("scales", 1, _SCALE), ("zero_points", 2, _SCALE)),
 }
 
 

@@ -307,7 +307,7 @@ def _keep_apart(phases: list[ReadyPhase], registry: str | None) -> None:
     for phase in phases:
         uses = [(f"{where}.path", index) for _, where, index in phase.public_records]
         if not phase.private and phase.settings.data.public:
-            uses.insert(len(uses) - (phase.mixed is not None), (f"{phase.where}.data.path", phase.index))
+            uses.append((f"{phase.where}.data.path", phase.index))
         for (where, index), owner in product(uses, owners):
             shared = _shared(owner.index, index)
             if shared is not None and not apart(owner.index, index):
