@@ -20,7 +20,8 @@ FIRST_OF_A_REASON = {why: name for name, why in reversed(REFUSED.items())}.value
 # Shared and tied weights, positions, transforms and checkpoints: where the hooks of sharding meet isolation.
 WHERE_HOOKS_MEET = [
     *FIRST_OF_A_REASON, *(key.partition(" ")[2] for key in WHERE_SHARDED), "tokens of the batch", "sorted by length",
-    "negatives of the batch", "late mixup", "last labels", "batch norm without statistics", "function with a rule",
+    "negatives of the batch", "late mixup", "last labels", "a hook through PyTorch", "batch norm without statistics",
+    "function with a rule",
     "tied", "positions", "class token", "weight norm", "checkpointed", "lstm", "t5",
 ]  # fmt: skip
 OTHERS = [name for name in [*zoo.hostile(), *zoo.ordinary()] if name not in WHERE_HOOKS_MEET]

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -445,6 +448,26 @@ class HookedModule(Text):
     def __init__(self) -> None:
         super().__init__()
         self.inner.register_full_backward_hook(lambda module, given, out: (given[0] / given[0].norm(),))
+
+
+class HookedThroughPyTorch(Text):
+    """`distribute_module` wraps a function of the module's own in a hook of its package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = nn.Identity()
+
+        def neighbour_added(module: nn.Module, given: Any, mesh: Any) -> Any:
+            del module, mesh
+            return given[0] + 0.5 * given[0].roll(1, 0)
+
+        if dist.is_initialized():
+            distribute_module(self.hooked, init_device_mesh("cpu", (dist.get_world_size(),)), input_fn=neighbour_added)
+        else:
+            self.hooked.register_forward_pre_hook(lambda module, given: neighbour_added(module, given, None))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return self.hooked(super().hidden(tokens))
 
 
 class Capped(torch.autograd.Function):
@@ -930,6 +953,7 @@ def hostile() -> dict[str, Callable[[], nn.Module]]:
         "dropout": lambda: Layers(nn.Dropout(0.5)), "rrelu": lambda: Layers(nn.RReLU()),
         "noise": batch(lambda x: x + torch.randn_like(x)),
         "hook on a tensor": HookedTensor, "hook on a module": HookedModule,
+        "a hook through PyTorch": HookedThroughPyTorch,
         "function of one's own": batch(Capped.apply), "function with a rule": batch(RuledCapped.apply),
         "experts by index": RoutedExperts, "counted": Counted,
         "a word not found": UnknownWord, "one not found by a script": UnknownWordScripted,
