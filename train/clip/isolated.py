@@ -39,8 +39,8 @@ from murmuration.train.clip.rule import ClipError
 # Records are batched at the first level; a module's own torch.func transforms lie above it.
 LEVEL = 1
 ASK_ABOUT_MASKS = {"transformers.masking_utils", "transformers.modeling_attn_mask_utils"}
-# Whose hooks gather weights. Their packages as a whole would be too many: PyTorch's `distribute_module` makes hooks that
-# call functions of a module's own.
+# Whose hooks gather weights. Their packages as a whole would be too many: the hooks that PyTorch's `distribute_module`
+# makes call functions of a module's own.
 FRAMEWORKS = ("deepspeed.runtime.", "torch.distributed.fsdp.")
 PRINTING = (torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.__str__)
 # Hooks on saved tensors that look at none: of checkpoints, of offloading, and of engines that lend their weights.
