@@ -27,6 +27,7 @@ from murmuration.accounting.ledger.facts import (
 )  # fmt: skip
 from murmuration.accounting.ledger.lines import (
     LINES,
+    NAMED,
     RECORDS_AS_PUBLIC,
     ChoiceLine,
     CopiedLine,
@@ -100,9 +101,9 @@ class History:
     earlier: list[EarlierLine] = field(default_factory=list)  # records without noise, in what this run began with
     finished: bool = False
     _line: int = 0
-    _charged: dict[tuple[int, Event], Counter[int]] = field(default_factory=dict, repr=False)
-    """How many steps of each phase and kind drew from each part of the records, where those take turns; of epochs,
-    where records are allocated."""
+    _charged: dict[tuple[int, int, Event], Counter[int]] = field(default_factory=dict, repr=False)
+    """How many steps of each phase, numbering of its records and kind drew from each part of these, where those take
+    turns; of epochs, where records are allocated."""
     _last: tuple[StepId, Event] | None = field(default=None, repr=False)
     """The step that was opened last, and what it, or its epoch up to it, is charged."""
     _same: tuple[tuple[Any, ...], Event] | None = field(default=None, compare=False, repr=False)
@@ -416,7 +417,7 @@ class History:
         if (fault := next((text for at, text in self._faulty.items() if phase in (None, at)), None)) is not None:
             raise LedgerError(f"no epsilon can be given: {fault}")
         events = []
-        for (number, event), found in self._charged.items():
+        for (number, _, event), found in self._charged.items():
             if phase in (None, number):
                 least = min(found.values()) if len(found) == self.plans[number].sampling.parts else 0
                 events.append(replace(event, count=least if fewest else max(found.values())))
@@ -425,23 +426,28 @@ class History:
 
     def _charge(self, step_id: StepId, event: Event) -> None:
         """Counts a step that was opened, or that was committed with other noise than it had announced."""
-        turn = self._turn(step_id)
+        turn, numbered = self._turn(step_id), self._numbering(step_id)
         if self._last is not None and self._charged_as_one(step_id) == self._charged_as_one(self._last[0]):
             if event.sigma >= self._last[1].sigma:
                 self._last = step_id, self._last[1]
                 return
-            before = self._charged[step_id.phase, self._last[1]]
+            before = self._charged[step_id.phase, numbered, self._last[1]]
             before[turn] -= 1
             if not before[turn]:
                 del before[turn]
             if not before:
-                del self._charged[step_id.phase, self._last[1]]
-        self._charged.setdefault((step_id.phase, event), Counter())[turn] += 1
+                del self._charged[step_id.phase, numbered, self._last[1]]
+        self._charged.setdefault((step_id.phase, numbered, event), Counter())[turn] += 1
         self._last = step_id, event
 
     def _turn(self, step_id: StepId) -> int:
         """Which part of the records the step draws from."""
         return self.plans[step_id.phase].sampling.part(step_id.step)
+
+    def _numbering(self, step_id: StepId) -> int:
+        """Equal for steps in which each record surely had the same number, and so was in the same part. An index fixes
+        the numbers. A program may give others at every start, and after one that left a block, a new segment begins."""
+        return step_id.segment if self.run.get("record_digests") == NAMED else 0
 
     def _charged_as_one(self, step_id: StepId) -> tuple[int, int, int]:
         """Equal for steps that are charged as one: those of an epoch that is drawn by the keys of one segment."""
@@ -456,7 +462,7 @@ class History:
         last = self._last
         if last is not None and self._charged_as_one(step_id) == self._charged_as_one(last[0]):
             return event.sigma < last[1].sigma
-        counts = self._charged.get((step_id.phase, event), Counter())
+        counts = self._charged.get((step_id.phase, self._numbering(step_id), event), Counter())
         return counts[self._turn(step_id)] >= max(counts.values(), default=0)
 
     def charges_of_next(self, steps: int) -> int:
@@ -465,7 +471,7 @@ class History:
         assert self._last is not None
         last, event = self._last
         sampling = self.plans[last.phase].sampling
-        counts = Counter(self._charged[last.phase, event])
+        counts = Counter(self._charged[last.phase, self._numbering(last), event])
         before = max(counts.values(), default=0)
         for step in range(last.step + 1, last.step + steps + 1):
             if sampling.charged_as_one(step) != sampling.charged_as_one(step - 1):

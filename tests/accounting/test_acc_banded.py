@@ -25,6 +25,7 @@ from murmuration.accounting.event import Event
 from murmuration.accounting.ledger.chain import BudgetSpent, LedgerError
 from murmuration.accounting.ledger.facts import Charge, Head, StepId
 from murmuration.accounting.ledger.history import History
+from murmuration.accounting.ledger.lines import NAMED
 from murmuration.accounting.noise import ExactGrid
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import CyclicPoisson, threshold_for
@@ -204,6 +205,22 @@ def test_a_record_is_charged_for_its_turns_in_all_segments(tmp_path: Path) -> No
     assert journal.history.charged() == [Event(1.0, 20.0, 4)]
     assert journal.history.charged(fewest=True) == [Event(1.0, 20.0, 3)]
     assert History.read(tmp_path / "ledger.jsonl")[0].charged() == [Event(1.0, 20.0, 4)]
+
+
+def test_where_a_program_numbers_the_records_a_new_segment_may_find_each_in_another_part(tmp_path: Path) -> None:
+    """A block of four is left after two steps, and all go on under other numbers: a record of part 1 or 2 may then be
+    one of part 3, so that it has a third turn in steps that would have two in all."""
+    journal = begin(tmp_path, PLAN, records=NAMED)
+    train(journal, range(1, 3), PLAN)
+    journal.begin_segment(0, CONFIG, DATA, 2, "opened again")
+    turns = []
+    for step in range(3, 9):
+        more = journal.history.charges_more(StepId(0, 1, step), Event(1.0, 20.0, 1))
+        train(journal, range(step, step + 1), PLAN, begun_after=2)
+        turns += [event.count for event in journal.history.charged()]
+        assert more == (len(turns) in (1, 5))
+    assert turns == [2, 2, 2, 2, 3, 3] and journal.history.charges_of_next(3) == 1
+    assert History.read(tmp_path / "ledger.jsonl")[0].charged() == [Event(1.0, 20.0, 3)]
 
 
 def test_the_budget_ends_a_run_at_the_first_turn_that_passes_it_and_not_before(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from murmuration.accounting.ledger.facts import (
     StepFacts,
 )
 from murmuration.accounting.ledger.journal import Journal
+from murmuration.accounting.ledger.lines import KEYED, RecordDigests
 from murmuration.accounting.noise import EXACT, ExactGrid
 from murmuration.accounting.plan import PrivacyPlan
 from murmuration.accounting.sampling import Poisson
@@ -73,11 +74,13 @@ def reopen(folder: Path) -> Journal:
     return Journal(Ledger.open(folder / "ledger.jsonl"))
 
 
-def begin(folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False, key: RunKey = KEY) -> Journal:
-    """Before its first step."""
+def begin(
+    folder: Path, plan: PrivacyPlan = PLAN, debug: bool = False, key: RunKey = KEY, records: RecordDigests = KEYED
+) -> Journal:  # fmt: skip
+    """Before its first step. `records`: how the ledger names them."""
     journal = reopen(folder)
     versions = {"dp-accounting": "0.6.0"}
-    journal.start_run("tiny", key.check_value(), debug, versions, "hmac-sha256", public_key(key))
+    journal.start_run("tiny", key.check_value(), debug, versions, records, public_key(key))
     journal.declare_plan(0, "private", plan, describe("pld"))
     journal.begin_segment(0, CONFIG, DATA, 0, "first")
     return journal
