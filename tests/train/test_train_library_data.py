@@ -18,7 +18,9 @@ from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.history import History
 from murmuration.data.batch.function_reader import ReadFailsError
 from murmuration.train.clip.rule import rounding_allowance
+from murmuration.train.distributed.ranks import Disagreement
 from murmuration.train.distributed.stop import Stopped
+from murmuration.train.library.records import OwnRecords
 from murmuration.train.self_test.self_test import SelfTestError
 from tests.support.own_module import (
     RECORDS,
@@ -34,6 +36,7 @@ from tests.support.own_module import (
     synthetic,
     training,
 )
+from tests.support.train_helpers import on_ranks
 
 PEOPLE = [f"p{number * 7 % 20}" for number in range(RECORDS)]
 
@@ -232,6 +235,49 @@ def test_a_dataset_is_asked_once_for_each_view(tmp_path: Path) -> None:
         fetched = found._reader.fetch(np.array([4]), 1)
     assert asked.count(4) >= 3
     assert len(set(fetched.batch.inputs["x"][:, 0].tolist())) == 3, "three views of it"
+
+
+# Ranks that number the records differently.
+
+
+@pytest.mark.parametrize("spoilt", ["", "labels", "draws", "one record", "rounding", "unreadable"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_ranks_that_have_the_records_in_different_orders_are_refused(shuffled: bool, spoilt: str) -> None:
+    """One record would enter a step twice. What differs for another reason than the order is no reason."""
+
+    def of_rank(ranks: Any) -> None:
+        order = np.random.default_rng(ranks.rank if shuffled else 0).permutation(RECORDS)
+        draw = np.random.default_rng()
+
+        def read_here(numbers: np.ndarray) -> dict[str, Tensor]:
+            found, number = read(order[numbers]), int(numbers[0])
+            if spoilt == "unreadable" and number % 2:
+                raise ValueError("gone")
+            if spoilt == "draws":
+                found["x"] = torch.from_numpy(draw.normal(size=(1, 5))).float()
+            if spoilt == "rounding":
+                found["x"] = found["x"] * (1 + 1e-6 * ranks.rank)
+            if spoilt == "one record" and number == 0:
+                found["x"] = found["x"] + ranks.rank
+            if spoilt == "labels":
+                found["x"] = torch.ones(1, 5)
+            return found
+
+        OwnRecords.of(read_here, RECORDS, None, 1, None, synthetic).require_readable(ranks)
+
+    if shuffled and spoilt != "draws":
+        with pytest.raises(Disagreement, match="different records under the same numbers"):
+            on_ranks(3, of_rank)
+    else:
+        on_ranks(3, of_rank)
+
+
+def test_ranks_that_have_different_numbers_of_records_are_refused() -> None:
+    def of_rank(ranks: Any) -> None:
+        OwnRecords.of(read, RECORDS - ranks.rank, None, 1, None, synthetic).require_readable(ranks)
+
+    with pytest.raises(Disagreement, match="the number of records"):
+        on_ranks(2, of_rank)
 
 
 # Records that the model cannot compute.

@@ -110,7 +110,7 @@ class PrivateTraining:
         self._records = read = OwnRecords.of(data, records, units, privacy.views, example, synthetic)
         self.ranks = ranks or start_ranks(settings.engine, settings.shard_over)
         self.ranks.require_same("units.of", read.digest_of_units)
-        self.ranks.keep_on_main(lambda: read.reader(bytes(32)).try_first(read.n))
+        read.require_readable(self.ranks)
         self._started = started(model, start, self.ranks)
         self.model = self._started.model
         """The module that is trained; on an engine that shards it, its tensors may be elsewhere."""
