@@ -4,13 +4,15 @@ A truncated ledger is a valid shorter ledger, and would continue as if the steps
 After every durable checkpoint its length, its head and what it charges are therefore noted in the run's secret folder
 and in the data set's log of runs. Steps after the last checkpoint released nothing, so no note has to cover them; but
 for the shares of adaptive clipping, which stand in the ledger as soon as their steps are committed. Before each of
-those, the secret folder notes the ledger in a file of its own, which only the newest note has to be in.
+those, the secret folder notes the ledger in a file of its own, which only the newest note has to be in. The weights of
+a library's run may be seen after every step, so before each of them, its log of runs does so, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -24,7 +26,7 @@ from murmuration.accounting.ledger.chain import Lines
 from murmuration.accounting.ledger.facts import Charge, Head
 from murmuration.accounting.strict_json import parse, read, whole_lines
 
-NAME, NEWEST, LOGS = "heads.jsonl", "newest.json", "logs.jsonl"
+NAME, NEWEST, LOGS, LAST_STEPS = "heads.jsonl", "newest.json", "logs.jsonl", "last-steps"
 
 
 def append(path: Path, line: dict[str, Any], mode: int) -> None:
@@ -42,7 +44,28 @@ def append(path: Path, line: dict[str, Any], mode: int) -> None:
 
 
 def remember(secret: Path, head: Head) -> None:
-    with atomic(secret / NEWEST, 0o600) as file:
+    _replace(secret / NEWEST, head, 0o600)
+
+
+def remember_in_log(log: Path, head: Head) -> None:
+    """The same of a run whose weights may be seen after every step, in a folder beside a log: a line for each would
+    make the log long."""
+    path = _newest_of(log, head.ledger_of)
+    path.parent.mkdir(exist_ok=True)
+    _replace(path, head, 0o644)
+
+
+def newest_in_log(log: Path, run: str) -> list[Head]:
+    return read_heads(_newest_of(log, run))
+
+
+def _newest_of(log: Path, run: str) -> Path:
+    """A ledger's id may be anything, a path as well."""
+    return log.with_name(LAST_STEPS) / f"{hashlib.sha256(run.encode()).hexdigest()}.json"
+
+
+def _replace(path: Path, head: Head, mode: int) -> None:
+    with atomic(path, mode) as file:
         file.write(json.dumps(head.as_dict()).encode())
 
 

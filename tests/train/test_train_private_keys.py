@@ -19,6 +19,7 @@ import pytest
 
 from murmuration.accounting.keys import load
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.heads import LAST_STEPS
 from murmuration.accounting.ledger.history import History
 from murmuration.train.library.own_run import NUMBERS, RESTORED
 from tests.support import forking
@@ -54,9 +55,9 @@ def put_back(backup: Path, place: Path) -> None:
             shutil.copyfile(path, target)
 
 
-def seen_behind_a_backup(folder: Path, saved: bool = False) -> Path:
+def seen_behind_a_backup(folder: Path, saved: bool = False, **changes: Any) -> Path:
     """Three steps that are saved and kept, and three more whose weights were looked at."""
-    with opened(folder / "run", 3) as found:
+    with opened(folder / "run", 3, **changes) as found:
         found.save()
         shutil.copytree(folder / "run", folder / "backup")
         for number in (4, 5, 6):
@@ -124,6 +125,31 @@ def test_a_whole_directory_that_is_restored_is_the_deviation_that_the_certificat
         found.finish()
     assert segments(place) == 1
     assert RESTORED in json.loads((place / "certificate.json").read_text())["known_deviations"]
+
+
+def test_the_log_of_runs_knows_a_whole_directory_that_is_restored(tmp_path: Path) -> None:
+    """Each step, not only those that were saved: its noise would be drawn again over another sum."""
+    logged: dict[str, Any] = {"registry": tmp_path / "log", "steps": 12, "epsilon": 30}
+    place = seen_behind_a_backup(tmp_path, **logged)
+    put_back(tmp_path / "backup", place)
+    with pytest.raises(LedgerError, match="restored from a backup"), opened(place, **logged):
+        pass
+    with opened(place, 1, new_segment="restored", **logged) as found:
+        assert found.done == 4 and segments(place) == 2
+    history = History.read(place / "ledger.jsonl")[0]
+    assert sum(event.count for event in history.charged()) == 7
+    with opened(place, **logged):
+        pass
+
+
+def test_a_step_that_the_log_of_runs_cannot_note_is_not_gone_on_from(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", 1, registry=tmp_path / "log") as found:
+        shutil.rmtree(tmp_path / "log" / LAST_STEPS)
+        (tmp_path / "log" / LAST_STEPS).touch()
+        with pytest.raises(OSError, match=LAST_STEPS):
+            found.step(2, RATE)
+        with pytest.raises(LedgerError, match="step 2 failed"):
+            found.weights()
 
 
 def test_a_copy_beside_the_original_gets_keys_of_its_own(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ class OpenRun:
     """The keys of the private steps that are being made; None in a phase without noise."""
     _together: int = field(default=1, init=False, repr=False)
     """How many steps use each other's keys."""
+    _log: RunLog | None = field(default=None, init=False, repr=False)
+    """That others look into."""
     _continues: int | None = field(default=None, init=False, repr=False)
     """The phase of the checkpoint that this start continues from."""
 
@@ -136,7 +138,10 @@ class OpenRun:
 
         def in_the_file() -> None:
             self.writer.settle()  # the file must never be ahead of a ledger that a power failure cut
-            key_chain.burn(self.folder.key, chain.segment, done, self.writer.head().as_dict())
+            head = self.writer.head()
+            key_chain.burn(self.folder.key, chain.segment, done, head.as_dict())
+            if self._log is not None:  # a directory that is restored as a whole has an older key
+                self._log.remember(head)
 
         self.ranks.on_main(in_the_file)
         # Within a block the process itself still needs the earlier ones.
@@ -292,6 +297,7 @@ class OpenRun:
         note_logs(self.folder.key.parent, log.files, unknown)
         if plan is not None and not seeded:
             self.writer.witnesses[str(log)] = log.note
+            self._log = log if unknown is None else None
 
     def measured(self, entry: KeptCheckpoint, phase: str) -> dict[str, float]:
         """What was measured on public records with a checkpoint's weights; `phase`: the name of its phase."""

@@ -29,7 +29,7 @@ from murmuration.accounting.durable import try_lock
 from murmuration.accounting.epsilon.accountant import show_epsilon
 from murmuration.accounting.errors import BUDGET_SPENT, RunError
 from murmuration.accounting.ledger.facts import Head
-from murmuration.accounting.ledger.heads import append, heads_in
+from murmuration.accounting.ledger.heads import append, heads_in, newest_in_log, remember_in_log
 from murmuration.accounting.strict_json import read, whole_lines
 from murmuration.accounting.unit import RECORD
 from murmuration.data.index.public_cut import PublicSplit
@@ -454,7 +454,8 @@ class RunLog:
 
     def heads(self, run: str) -> list[list[Head]]:
         """What each place knows of the run's ledger, oldest first."""
-        return [[head for head in _heads(file) if head.ledger_of == run] for file in self.files]
+        of_files = ([*_heads(file), *newest_in_log(file, run)] for file in self.files)
+        return [[head for head in found if head.ledger_of == run] for found in of_files]
 
     def note(self, head: Head) -> None:
         """Notes the ledger's head. Without this, a restored ledger is still recognised by the secret folder, so a place
@@ -462,6 +463,12 @@ class RunLog:
         for file in self.files:
             with contextlib.suppress(OSError):
                 append(file, head.as_dict(), 0o644)
+
+    def remember(self, head: Head) -> None:
+        """Notes it in place of the run's last one, before the weights of a step can be seen that nothing else outside
+        of its directory knows of. OSError if that fails: the step must not be seen then."""
+        for file in self.files:
+            remember_in_log(file, head)
 
 
 def _unit_of(line: dict[str, Any]) -> str:
