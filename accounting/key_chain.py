@@ -8,12 +8,14 @@ go back. Links before the last durable checkpoint are forgotten: no step before 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, overload
+from weakref import WeakSet
 
 from murmuration.accounting.keys import (
     Key,
@@ -44,6 +46,7 @@ class KeyChain:
         self._states: dict[int, bytearray] = {}
         self._keys: dict[tuple[int, StepPurpose], bytes] = {}
         self._hold(link)
+        _chains.add(self)
 
     @property
     def segment(self) -> str:
@@ -84,6 +87,11 @@ class KeyChain:
             self._first = 1 << 63
             self._drop(lambda step: True)
 
+    def close_here(self) -> None:
+        """The same in a process that was just forked, where a thread that holds the lock is gone."""
+        self._lock = threading.Lock()
+        self.close()
+
     def held(self) -> list[bytes]:
         """All secrets that this object still has; for tests and inspection."""
         with self._lock:
@@ -107,6 +115,19 @@ class KeyChain:
             del self._states[step]
         for place in [each for each in self._keys if condition(each[0])]:
             del self._keys[place]
+
+
+_chains: WeakSet[KeyChain] = WeakSet()
+
+
+def _close_all() -> None:
+    """A forked process, such as one that reads records, makes no step. It would not forget one either, and what is
+    locked into memory here is not locked there."""
+    for chain in list(_chains):
+        chain.close_here()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -362,3 +363,21 @@ def test_a_key_does_not_show_its_chain() -> None:
     for shown in (repr(key), repr(KeyChain(FIRST)), repr(key_chain.PhaseKeys(lambda purpose: b"", KeyChain(FIRST)))):
         assert FIRST.state.hex() not in shown and repr(FIRST.state) not in shown
     assert key.without_chain().chain is None
+
+
+def test_a_forked_process_has_no_key_of_a_step() -> None:
+    """Those that read records outlive many steps. Another thread may be in the middle of something at that moment."""
+    chain = KeyChain(FIRST)
+    chain.key("noise", 3)
+    with chain._lock:
+        if (child := os.fork()) == 0:
+            try:
+                signal.alarm(20)  # it waits for nobody
+                left = len(chain.held())
+                with pytest.raises(KeyFileError):
+                    chain.key("noise", 3)
+                os._exit(left)
+            finally:
+                os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert chain.key("noise", 3) == FIRST.at(3).key("noise")
