@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from murmuration.accounting.errors import InputError, RunError
 from murmuration.data.batch.slot_rows import SlotRows
@@ -96,6 +96,25 @@ def _places(indices: Any, count: int) -> Tensor | None:
     ):
         return None
     return torch.from_numpy(found.astype(np.int64))
+
+
+def repeated(data: Any) -> int:
+    """How many records of a dataset are one of its others again, as far as PyTorch's own parts and chains of datasets
+    show it. Each would be drawn and clipped for itself."""
+    sources = _sources(data, {})
+    return len(sources) - len(np.unique(sources))
+
+
+def _sources(data: Any, begins: dict[int, int]) -> np.ndarray:
+    """What each record is of the datasets that lie below, which are numbered one after the other."""
+    if type(data) is Subset:
+        sources = _sources(data.dataset, begins)
+        if (places := _places(data.indices, len(sources))) is not None:
+            return sources[places.numpy()]
+    if type(data) is ConcatDataset:
+        return np.concatenate([_sources(each, begins) for each in data.datasets])
+    begin = begins.setdefault(id(data), len(begins) << 40)
+    return begin + np.arange(len(data))
 
 
 class ReadFailsError(RunError, ValueError):

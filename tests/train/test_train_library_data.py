@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from murmuration import Units
 from murmuration.accounting.errors import RunError
@@ -235,6 +235,34 @@ def test_a_dataset_is_asked_once_for_each_view(tmp_path: Path) -> None:
         fetched = found._reader.fetch(np.array([4]), 1)
     assert asked.count(4) >= 3
     assert len(set(fetched.batch.inputs["x"][:, 0].tolist())) == 3, "three views of it"
+
+
+WHOLE = TensorDataset(X, Y)
+PARTS = Subset(WHOLE, range(20)), Subset(WHOLE, range(20, RECORDS))
+
+
+@pytest.mark.parametrize(
+    ("data", "again"),
+    [
+        (Subset(WHOLE, [*range(RECORDS), 7, 7, -1]), 3),
+        (Subset(Subset(WHOLE, [3, 4, 3]), [0, 2]), 1),
+        (ConcatDataset([WHOLE, WHOLE]), RECORDS),
+        (Subset(ConcatDataset([PARTS[0], PARTS[1], PARTS[0]]), range(65)), 5),
+        (ConcatDataset(PARTS), 0),
+        (ConcatDataset([WHOLE, TensorDataset(X, Y)]), 0),
+        (Subset(Named(), [5, 1, 9, 2]), 0),
+    ],
+)
+def test_a_record_that_a_dataset_has_several_times_is_refused(tmp_path: Path, data: Any, again: int) -> None:
+    """As in a part that has rare classes more often. Each time it would be clipped for itself."""
+    given: dict[str, Any] = {"expected_batch": 1, "loss": lambda model, batch: model(batch), "model": Regression}
+    given["example"] = {"x": X[0], "y": Y[0]} if isinstance(data[0], dict) else (X[0], Y[0])
+    if not again:
+        own(tmp_path, reader=data, **given).close()
+        return
+    with pytest.raises(RunError, match=rf"{again} of the {len(data)} records are another one again"):
+        own(tmp_path, reader=data, **given)
+    own(tmp_path, reader=data, **given, units=Units("source", ["one"] * len(data))).close()
 
 
 # Ranks that number the records differently.

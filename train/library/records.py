@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
 from murmuration.accounting.errors import InputError, PlanError
 from murmuration.accounting.unit import Unit
-from murmuration.data.batch.function_reader import FunctionReader, Read, as_inputs, as_read, is_dataset
+from murmuration.data.batch.function_reader import FunctionReader, Read, as_inputs, as_read, is_dataset, repeated
 from murmuration.data.batch.slot_rows import SlotRows, UnitReduce
 from murmuration.data.draw.micro_batch import MicroBatch
 from murmuration.data.draw.poisson import StepKey
@@ -61,6 +62,11 @@ class OwnRecords:
         synthetic: Callable[[int, int], dict[str, Tensor]] | None,
     ) -> OwnRecords:  # fmt: skip
         read, n = as_read(data, records, views)
+        if units is None and type(data) in (Subset, ConcatDataset) and (again := repeated(data)):
+            raise PlanError(
+                f"{again} of the {n} records are another one again, and a step would take each for somebody else's; "
+                "leave them out, or say with units= which records are one"
+            )
         table = None
         if units is not None:
             from murmuration.data.index.unit_table import UnitTable  # the unit is most often a record
@@ -138,4 +144,4 @@ def _traces(batch: MicroBatch) -> np.ndarray:
 def _alike(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """For each record, whether all its inputs are the same but for the rounding of another processor."""
     apart = np.abs(one[..., 0] - other[..., 0])
-    return (apart <= SAME * np.maximum(one[..., 1], other[..., 1])).all(-1)
+    return np.all(apart <= SAME * np.maximum(one[..., 1], other[..., 1]), axis=-1)
