@@ -138,6 +138,11 @@ def test_the_log_of_runs_knows_a_whole_directory_that_is_restored(tmp_path: Path
         assert found.done == 4 and segments(place) == 2
     history = History.read(place / "ledger.jsonl")[0]
     assert sum(event.count for event in history.charged()) == 7
+    with (
+        pytest.raises(LedgerError, match=f"logged in {tmp_path / 'log'}, which must know each"),
+        opened(place, steps=12),
+    ):
+        pass  # steps that the log is not told could be made again later
     with opened(place, **logged):
         pass
 

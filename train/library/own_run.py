@@ -16,6 +16,8 @@ from torch import nn
 from murmuration.accounting.adaptive import AdaptiveError
 from murmuration.accounting.errors import PlanError
 from murmuration.accounting.keys import hkdf, load
+from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.heads import logs_of
 from murmuration.accounting.ledger.lines import NAMED
 from murmuration.accounting.make_plan import make_plan
 from murmuration.accounting.plan import PrivacyPlan
@@ -102,6 +104,12 @@ class OwnRun:
 
     def _declare(self, steps: int, batch: float) -> PrivacyPlan:
         run, settings, begun, first = self.open, self.settings, self.begun, self.loaded is None
+        if self.log is None and not self.finished and (noted := logs_of(run.folder.root)):
+            # Of steps that it is not told, it could not say later that they were made before.
+            raise LedgerError(
+                f"this run is logged in {noted[0].logs[0].parent}, which must know each of its steps; give the same "
+                "registry=, or the folder to which it was moved"
+            )
         request = settings.privacy.request(self.records.n, steps, exact=settings.computation.noise == "exact")
 
         def make(known: PrivacyPlan | None) -> PrivacyPlan:
