@@ -90,7 +90,8 @@ test-oldest: build/oldest/.ready
 	    -m pytest -m "(core or arithmetic) and not slow" -q -n auto --maxprocesses 8 --dist worksteal \
 	    --ignore tests/end_to_end
 
-# Thirty dearest tests by processor seconds, and the sum of each group; WRITE=--write makes tests/times.json anew.
+# Thirty dearest tests by processor seconds, and the sum of each group; WRITE=--write makes tests/times.json anew, but
+# for the slow tests, which WRITE="--slow --write" runs and writes.
 WRITE ?=
 test-times: $(READY)
 	@$(BIN)/python -m tests.times $(WRITE)

@@ -1,7 +1,8 @@
 """What `.ci/run` does with the machine that it finds: everything, or what fits into an hour.
 
 On a slow machine the lint gates, the core and one test of each end-to-end file always run. The rest and
-`make test-oldest` are dealt into shares by what the files take in `times.json`; each commit runs the next share.
+`make test-oldest` are dealt into shares by what the files take in `times.json`; each commit runs the next share. So are
+the slow tests, for which every machine has the time that is left of the hour, if any.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from tests.times import ROOT, Times, unit
+from tests.times import ROOT, Times, dealt, unit
 
 MINUTES = 60.0
 USED = 0.7
@@ -40,34 +41,53 @@ class Plan:
     minutes: float
     """Of what will run."""
     whole: float
-    """Minutes of everything."""
+    """Minutes of everything but the slow tests."""
     share: int = 0
     shares: int = 1
+    slow_share: int = 0
+    slow_shares: int = 0
+    """None where no share of the slow tests fits."""
+    too_dear: int = 0
+    """Of these shares."""
 
     def steps(self) -> list[tuple[list[str], list[str]]]:
-        """What `make` is called with, TEST_SHARE being in its environment, and what one process does meanwhile: lint
-        has only one, and installing waits for disk and network."""
+        """What `make` is called with, and what one process does meanwhile: lint has only one, and installing waits for
+        disk and network."""
+        last: list[tuple[list[str], list[str]]] = [(["test-slow"], [])] if self.slow_shares else []
         if self.shares == 1:
-            return [(["test"], ["build/oldest/.ready"]), (["test-rest"], ["test-oldest"])]
-        return [(["test"], []), (["test-rest"], []), (["test-oldest"], [])]
+            return [(["test"], ["build/oldest/.ready"]), (["test-rest"], ["test-oldest"]), *last]
+        return [(["test"], []), (["test-rest"], []), (["test-oldest"], []), *last]
+
+    def share_of(self, targets: list[str]) -> dict[str, str]:
+        """What their environment has besides."""
+        if targets == ["test-slow"]:
+            return {"TEST_SHARE": f"{self.slow_share}/{self.slow_shares}"}
+        return {"TEST_SHARE": f"{self.share}/{self.shares}"} if self.shares > 1 and targets != ["test"] else {}
 
     def text(self) -> str:
         head = f"{self.cores} core{'s' * (self.cores > 1)}, {self.slower:.2f} times the seconds of the table's machine"
+        slow = f"share {self.slow_share + 1} of {self.slow_shares}" if self.slow_shares else "none"
         if self.shares == 1:
-            return f"{head}: everything runs, in about {self.minutes:.0f} minutes"
+            return f"{head}: everything runs, and of the slow tests {slow}, in about {self.minutes:.0f} minutes"
         return (
             f"{head}: everything would take {self.whole:.0f} minutes, so this commit runs lint, the core, each "
-            f"end-to-end file once and share {self.share + 1} of {self.shares} of the rest and of test-oldest, in "
-            f"about {self.minutes:.0f}"
+            f"end-to-end file once, share {self.share + 1} of {self.shares} of the rest and of test-oldest, and of the "
+            f"slow tests {slow}, in about {self.minutes:.0f}"
         )
 
     def left_out(self) -> str:
-        if self.shares == 1:
-            return "the slow tests (make test-slow)"
-        return (
-            f"the other {self.shares - 1} of {self.shares} shares of the rest and of test-oldest, which the next "
-            "commits run, and the slow tests (make test-slow)"
-        )
+        later: list[str] = []
+        if self.shares > 1:
+            later.append(f"the other {self.shares - 1} of {self.shares} shares of the rest and of test-oldest")
+        if (coming := self.slow_shares - self.too_dear - 1) > 0:
+            later.append(f"{coming} of {self.slow_shares} shares of the slow tests")
+        never = "the slow tests, for which no time is left"
+        if self.slow_shares:
+            never = "the slow tests that are marked by_hand or that the table does not know"
+        if self.too_dear:
+            never = f"{self.too_dear} shares of them that need more time than is left, and {never}"
+        found = [f"{' and '.join(later)}, which the next commits run"] if later else []
+        return "; ".join([*found, f"{never} (make test-slow)"])
 
 
 def planned(table: Times, own_unit: float, cores: int, number: int, files: int) -> Plan:
@@ -90,6 +110,23 @@ def planned(table: Times, own_unit: float, cores: int, number: int, files: int) 
     left = max(MINUTES * USED - fixed, 1.0)
     shares = max(2, math.ceil((rest - once) / left))
     return Plan(cores, slower, fixed + (rest - once) / shares, whole, number % shares, shares)
+
+
+def with_slow(plan: Plan, table: Times, number: int) -> Plan:
+    """And what fits of the slow tests, which run one after the other, in the fewest shares that fit. A file that alone
+    takes longer than the time that is left is a share that no commit runs."""
+    a_minute = 60 / plan.slower  # in seconds of the table; where ranks work at once, others wait for kills and timeouts
+    begun = COLLECTION * plan.slower / 60
+    left = (MINUTES * USED - plan.minutes - begun) * a_minute
+    for shares in range(1, len(table.slow) + 1):
+        parts = dealt(table.slow, shares)
+        sums = [sum(table.slow[file] for file in part) for part in parts]
+        fitting = [share for share, seconds in enumerate(sums) if seconds <= left]
+        if fitting and all(len(part) == 1 or seconds <= left for part, seconds in zip(parts, sums, strict=True)):
+            share = fitting[number % len(fitting)]
+            minutes = plan.minutes + begun + sums[share] / a_minute
+            return replace(plan, minutes=minutes, slow_share=share, slow_shares=shares, too_dear=shares - len(fitting))
+    return plan
 
 
 def commit_number() -> int:
@@ -131,7 +168,8 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     files = len(list((ROOT / "tests" / "end_to_end").glob("test_*.py")))
     own, table = unit(), Times.read()
-    plan = planned(table, own, cores, commit_number(), files)
+    number = commit_number()
+    plan = with_slow(planned(table, own, cores, number, files), table, number)
     print(f"speed: {own:.2f} s for a fixed piece of work; {plan.text()}", flush=True)
     times = Path(os.environ.get("TEST_TIMES", ROOT / "build" / "times.jsonl"))
     times.parent.mkdir(exist_ok=True)
@@ -142,11 +180,9 @@ def main() -> int:
     failed: list[str] = []
     closing: list[str] = []
     for targets, beside in plan.steps():
-        if plan.shares > 1 and targets != ["test"]:
-            env["TEST_SHARE"] = f"{plan.share}/{plan.shares}"
         with ThreadPoolExecutor() as pool:
             told = io.BytesIO()  # after the other's output, not between its lines
-            calls = [pool.submit(run, targets, env, sys.stdout.buffer)]
+            calls = [pool.submit(run, targets, env | plan.share_of(targets), sys.stdout.buffer)]
             calls += [pool.submit(run, beside, {**env, WORKERS: "1"}, told)] if beside else []
             for made, call in zip((targets, beside), calls, strict=False):
                 code, lines = call.result()

@@ -75,6 +75,7 @@ def engine() -> str | None:
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand  # loads an image and packages over the network, for minutes that no processor seconds show
 def test_it_is_built_and_answers(tmp_path: Path) -> None:
     program = engine()
     if program is None:

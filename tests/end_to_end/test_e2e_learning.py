@@ -48,6 +48,7 @@ def learned(folder: Path, *arguments: str, seconds: float) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand  # trains every arm with four seeds, two at once: over an hour
 def test_a_private_captioner_beats_its_warm_start_a_masked_autoencoder_and_a_small_batch(tmp_path: Path) -> None:
     found = learned(tmp_path, "--seeds", str(SEEDS), seconds=9000)
     assert set(found["compared"]) == CLAIMS and len(found["runs"]) == SEEDS
@@ -57,6 +58,7 @@ def test_a_private_captioner_beats_its_warm_start_a_masked_autoencoder_and_a_sma
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand  # as above, with a larger model
 def test_dpcaps_nano_beats_its_warm_start_and_a_masked_autoencoder_of_equal_cost(tmp_path: Path) -> None:
     found = learned(tmp_path, "--model", "nano", "--seeds", "3", seconds=12000)
     assert found["setting"]["model"]["size"] == "nano" and len(found["runs"]) == 3

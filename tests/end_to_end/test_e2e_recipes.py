@@ -284,6 +284,7 @@ def test_a_phase_is_ended_by_hand_and_claims_what_was_planned(data: Path, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand  # runs every recipe, and most of them twice
 @pytest.mark.usefixtures("more_data")
 def test_every_shipped_recipe_learns_stops_and_goes_on_within_its_budget(data: Path, tmp_path: Path) -> None:
     """Pre-training comes first: transfers start from its weights, as in the paper."""

@@ -19,6 +19,7 @@ MOST_APART = {"public_loss": 0.055, "zero_shot_colour": 0.13, "zero_shot_shape":
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand  # trains four seeds by each of the two, for most of an hour
 def test_opacus_and_this_trainer_end_alike_within_the_spread_of_seeds(tmp_path: Path) -> None:
     out = tmp_path / "utility.json"
     done = subprocess.run(

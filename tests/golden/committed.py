@@ -18,6 +18,9 @@ from tests.support.shipped_recipes import FILES
 
 RECIPES = sorted(FILES.values())
 Items = dict[str, str]
+ENTRIES = re.compile(r'^( *)"rows": \[\n(?:\1 +.*\n)*\1\]', re.MULTILINE)
+"""Of a matrix of correlated noise. A search finds them, and how a processor adds decides their last digits. What noise
+adds up by them is in tests of its own."""
 
 
 def helps(folder: Path) -> Items:
@@ -81,7 +84,9 @@ def _dry_run(path: Path, folder: Path, *options: str) -> Items:
     for form in ((), ("--json",)):
         done = commands.here("train.py", "--config", str(path), "--dry-run", *form, *options)
         said += f"exit code {done.code}\n{done.output}"
-    return {path.relative_to(folder).as_posix(): normalised(said, folder)}
+    return {
+        path.relative_to(folder).as_posix(): ENTRIES.sub(r'\1"rows": <found by a search>', normalised(said, folder))
+    }
 
 
 def _recipes_elsewhere(folder: Path) -> list[Path]:

@@ -25,6 +25,8 @@ def spent() -> float:
 def group_of(item: pytest.Item) -> str:
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         return "oldest"
+    if item.get_closest_marker("by_hand"):
+        return "by hand"
     if item.get_closest_marker("slow"):
         return "slow"
     if item.get_closest_marker("core"):
