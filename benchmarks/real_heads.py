@@ -6,13 +6,16 @@
         --out benchmarks/results/real_ablations.json
     OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --by-epsilon --seeds 5 \\
         --epsilons 0.25 0.5 1 2 4 6 8 10 --out benchmarks/results/real_epsilon.json
+    OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --descent --seeds 2 \\
+        --out benchmarks/results/real_descent.json
 
 TRAIN and TEST are the folders in which runs of the study keep the features of the private and of the held-out records.
 Nothing of the trainer runs here: the noise of a single Gaussian step is solved from its closed form, drawn by NumPy,
 and added to sums that NumPy makes. So the private numbers must be the study's, within their scatter. The last rows are
 the best heads that scikit-learn finds without noise. `--epochs`: ten epochs in Poisson batches, as in
 `mehta_batch.json`, with the noise that dp-accounting finds; `--ablations`: those of `mehta_ablations.json`;
-`--by-epsilon`: those of `mehta_epsilon.json`. `--grid` prints the head in one pass for other shares of its sums and
+`--by-epsilon`: those of `mehta_epsilon.json`; `--descent`: 100 steps at a constant rate, as in `mehta_one_step.json` at
+size cifar_descent. `--grid` prints the head in one pass for other shares of its sums and
 other ridges, by one draw of noise each.
 """
 
@@ -34,6 +37,8 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 CLASSES, DELTA = 10, 1e-5
 STEPS, PEAK, MOMENTUM, NORM = 60, 0.67, 0.9, 4.3
 """As in ds_configs/studies/cifar10_descent.json."""
+MORE_STEPS, CONSTANT = 100, {0.25: 0.07, 0.5: 0.14, 1.0: 0.25, 2.0: 0.4, 4.0: 0.65, 8.0: 1.0}
+"""Their number, and the rate by ε."""
 EPOCHS, RATES = 10, {("momentum", 1250): 0.1, ("momentum", 5000): 0.5, ("Adam", 5000): 0.015}
 """As in mehta_batch.json at size cifar."""
 ABLATIONS: dict[str, dict[str, float]] = {
@@ -52,6 +57,7 @@ def main() -> None:
     parser.add_argument("--epochs", action="store_true")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--by-epsilon", action="store_true")
+    parser.add_argument("--descent", action="store_true")
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -101,6 +107,16 @@ def main() -> None:
             ]
             note("last layer, LAMB", epsilon, found)
         return save()
+    if given.descent:
+        for epsilon in given.epsilons:
+            found = [
+                top_1(*descent(features, labels, sigma_of(epsilon), seed, MORE_STEPS, CONSTANT[epsilon], falls=False))
+                for seed in range(given.seeds)
+            ]
+            note("100 steps, constant rate", epsilon, found)
+        without = descent(features, labels, 0.0, 0, MORE_STEPS, CONSTANT[8.0], falls=False)
+        note("100 steps, constant rate", None, [top_1(*without)])
+        return save()
     heads: dict[str, Callable[[float, int], float]] = {
         "60 steps, momentum": lambda e, seed: top_1(*descent(features, labels, sigma_of(e), seed)),
         "one pass": lambda e, seed: top_1(one_pass(features, labels, sigma_of(e), seed)),
@@ -133,21 +149,24 @@ def sigma_of(epsilon: float) -> float:
     return cast(float, brentq(excess, 0.05, 500.0))
 
 
-def descent(features: np.ndarray, labels: np.ndarray, sigma: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def descent(
+    features: np.ndarray, labels: np.ndarray, sigma: float, seed: int, steps: int = STEPS, peak: float = PEAK,
+    falls: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Softmax regression from zero in steps over all records; T steps with noise σ√T are one with noise σ."""
     chance, inputs = np.random.default_rng(seed), np.hstack([features, np.ones((len(features), 1), np.float32)])
     right = np.eye(CLASSES, dtype=np.float32)[labels]
     lengths = np.linalg.norm(inputs, axis=1)
     weight = np.zeros((CLASSES, inputs.shape[1]), np.float32)
     move = np.zeros_like(weight)
-    for step in range(STEPS):
+    for step in range(steps):
         errors = softmax(inputs @ weight.T, axis=1) - right
         norms = np.linalg.norm(errors, axis=1) * lengths
         errors *= np.minimum(1, NORM / np.maximum(norms, 1e-12))[:, None]
         total = errors.T @ inputs
-        total += sigma * math.sqrt(STEPS) * NORM * chance.standard_normal(weight.shape).astype(np.float32)
+        total += sigma * math.sqrt(steps) * NORM * chance.standard_normal(weight.shape).astype(np.float32)
         move = MOMENTUM * move + total / len(features)
-        weight -= PEAK * 0.5 * (1 + math.cos(math.pi * step / STEPS)) * move
+        weight -= peak * (0.5 * (1 + math.cos(math.pi * step / steps)) if falls else 1.0) * move
     return weight[:, :-1], weight[:, -1]
 
 
