@@ -2,7 +2,7 @@
 
 On a slow machine the lint gates, the core and one test of each end-to-end file always run. The rest and
 `make test-oldest` are dealt into shares by what the files take in `times.json`; each commit runs the next share. So are
-the slow tests, for which every machine has the time that is left of the hour, if any.
+the slow tests, for a few minutes of what is left of the hour, if any.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ MINUTES = 60.0
 USED = 0.7
 """The part of the time that is planned: imports of workers and uneven ends are not in the table. A slow machine took 67
 minutes for what would be 50 by it, a fast one 23 for 20."""
+SLOW = 6.0
+"""Minutes of the slow tests at most: a fast machine, too, ends soon."""
 AT_MOST, OF_EACH = 4, 1.25
 """End-to-end tests run by so many processes at the most (Makefile), each of which keeps so many cores busy: two ranks
 wait for each other."""
@@ -117,7 +119,7 @@ def with_slow(plan: Plan, table: Times, number: int) -> Plan:
     takes longer than the time that is left is a share that no commit runs."""
     a_minute = 60 / plan.slower  # in seconds of the table; where ranks work at once, others wait for kills and timeouts
     begun = COLLECTION * plan.slower / 60
-    left = (MINUTES * USED - plan.minutes - begun) * a_minute
+    left = (min(MINUTES * USED - plan.minutes, SLOW) - begun) * a_minute
     for shares in range(1, len(table.slow) + 1):
         parts = dealt(table.slow, shares)
         sums = [sum(table.slow[file] for file in part) for part in parts]
