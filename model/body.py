@@ -20,6 +20,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from murmuration.model.named import Named, NamedError, cannot_be_built, of_one_record
 from murmuration.model.safety import CouplingError, keeps_statistics, refuse_coupling
 
+FEATURES_ONLY = "features_only"
+"""timm's argument."""
+
 
 class Body(nn.Module, ABC):
     """Everything below the head. The library's own module is `net`, with the library's own names."""
@@ -47,7 +50,8 @@ def made_by_timm(named: Named, image_size: int, classes: int = 0) -> tuple[nn.Mo
     """timm's module, and the arguments that make it, without the number of classes."""
     import timm
 
-    sized = {**named.arguments, "img_size": image_size}
+    arguments = {name: value for name, value in named.arguments.items() if name != FEATURES_ONLY}
+    sized = {**arguments, "img_size": image_size}
     try:
         try:
             return timm.create_model(named.name, pretrained=False, num_classes=classes, **sized), sized
@@ -55,9 +59,7 @@ def made_by_timm(named: Named, image_size: int, classes: int = 0) -> tuple[nn.Mo
             if "img_size" not in str(error):
                 raise
             # It takes pictures of any size.
-            return timm.create_model(
-                named.name, pretrained=False, num_classes=classes, **named.arguments
-            ), named.arguments
+            return timm.create_model(named.name, pretrained=False, num_classes=classes, **arguments), arguments
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError, AttributeError) as error:
         raise NamedError(
             f"{named} cannot be built with pictures of {image_size} px and model.model_args = {named.args} "
@@ -66,16 +68,25 @@ def made_by_timm(named: Named, image_size: int, classes: int = 0) -> tuple[nn.Mo
 
 
 class TimmBody(Body):
+    """With `features_only`, its last stage: what timm's module of that name would give, but under the names of the
+    whole model, which are those of its weights. The layers above the stage are not computed."""
+
     def __init__(self, named: Named, image_size: int) -> None:
         super().__init__()
         self.net = made_by_timm(named, image_size)[0]
+        self.last_stage = bool(named.arguments.get(FEATURES_ONLY))
+        if self.last_stage and not hasattr(self.net, "forward_intermediates"):
+            raise NamedError(f"{named} does not give its stages; leave model_args.{FEATURES_ONLY} out.")
         drop_nothing(self.net)
         self.train()
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net(images)
+        return self.tokens(images).mean(1) if self.last_stage else self.net(images)
 
     def tokens(self, images: Tensor) -> Tensor:
+        if self.last_stage:
+            stages: Any = self.net.forward_intermediates(images, indices=1, intermediates_only=True)  # pyright: ignore
+            return stages[-1].flatten(2).transpose(1, 2)
         return _as_tokens(self.net.forward_features(images), self.net.num_features)  # pyright: ignore
 
 

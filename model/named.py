@@ -31,7 +31,7 @@ _START = 'start from weights by a phase with data.source "checkpoint"'
 DECIDED = {
     "img_size": "set model.image_size", "num_classes": "set model.classes", "num_labels": "set model.classes",
     "pretrained": _START, "checkpoint_path": _START, "pretrained_cfg": _START, "cache_dir": _START,
-    "in_chans": "pictures have three colours", "features_only": "the features before the head are used",
+    "in_chans": "pictures have three colours",
 }  # fmt: skip
 # Of config.json: names of classes, versions, and other people's code. The model is not made of these.
 LEFT_OUT = {

@@ -37,6 +37,7 @@ SWIN: dict[str, Any] = {
     "model_args": {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
 }  # fmt: skip
 
+LAST_STAGE = CONVNEXT | {"model_args": CONVNEXT["model_args"] | {"features_only": True}}
 RESNET: dict[str, Any] = {
     "family": "timm", "name": "resnet18", "image_size": 32, "classes": 5, "decoder_depth": 1, "text_length": 8,
     "vocabulary": 16, "model_args": {"channels": [8, 16, 24, 32], "layers": [1, 1, 1, 1]},
@@ -84,7 +85,9 @@ def hugging_face(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("objective", ["classify", "caption"])
 @pytest.mark.parametrize(
-    "given", [DINO, CONVNEXT, SWIN, RESNET, None], ids=["dinov2", "convnext", "swin", "resnet", "hugging face"]
+    "given",
+    [DINO, CONVNEXT, LAST_STAGE, SWIN, RESNET, None],
+    ids=["dinov2", "convnext", "last stage", "swin", "resnet", "hugging face"],
 )
 def test_clipped_sums_equal_a_loop_over_records(given: dict[str, Any] | None, objective: Any, tmp_path: Path) -> None:
     chosen = settings(hugging_face(tmp_path / "model") if given is None else given)
@@ -98,6 +101,26 @@ def test_clipped_sums_equal_a_loop_over_records(given: dict[str, Any] | None, ob
     totals, _ = summed(clip, model, [(inputs, everyone)], double=True)
     assert relative_error(totals, brute_force.clipped_sum(records, factors)) <= 1e-6
     assert min(factors) < 1 == max(factors)
+
+
+def test_features_only_are_the_mean_of_timms_last_map_and_take_the_weights_of_the_whole_model(tmp_path: Path) -> None:
+    name = "mobilenetv3_small_050"
+    whole = stirred(timm.create_model(name, pretrained=False))
+    torch.save(whole.state_dict(), tmp_path / "whole.pth")
+    chosen = settings({"family": "timm", "name": name, "image_size": 32, "model_args": {"features_only": True}})
+    model = build(chosen, "classify").eval()
+    initialise_from(model, tmp_path / "whole.pth", take_head=False)
+    theirs: Any = timm.create_model(name, pretrained=False, features_only=True).eval()
+    theirs.load_state_dict({key: tensor for key, tensor in whole.state_dict().items() if key in theirs.state_dict()})
+    images = batch(model.shape, "classify")["images"]
+    expected = theirs(images)[-1].mean((2, 3))
+    assert isinstance(model, NamedClassifier) and model.head.in_features == expected.shape[1] == 288
+    torch.testing.assert_close(model.features(images), expected)
+    # What is above the stage gets no gradient, so nothing of it is trained.
+    trained = {key for key, parameter in model.body.net.named_parameters() if parameter.requires_grad}
+    assert {key for key, _ in whole.named_parameters()} - trained == {
+        "classifier.weight", "classifier.bias", "conv_head.weight", "conv_head.bias"
+    }  # fmt: skip
 
 
 class OnePlace(nn.Module):
