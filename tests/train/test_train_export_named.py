@@ -26,14 +26,20 @@ NAMES = ("ant", "bee", "cat", "dog", "elk")
 PICTURES = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(3))
 
 
-def trained(folder: Path, kind: str, objective: Objective = "classify", adapters: bool = False) -> Finished:
+def trained(
+    folder: Path, kind: str, objective: Objective = "classify", adapters: bool = False, **args: Any
+) -> Finished:
     """A model on the toy encoder with weights that nothing else has, as if a run had ended with it."""
     sizes: dict[str, Any] = {"classes": 5, "image_size": 56, "vocabulary": 20, "text_length": 6, "decoder_depth": 1}
     if kind in HF_TOYS:
         sizes |= {"family": "hf", "name": str(library_folder(folder, kind))}
     else:
         name, given = TIMM_TOYS[kind]
-        sizes |= {"family": "timm", "name": name, "model_args": {k: v for k, v in given.items() if k != "img_size"}}
+        sizes |= {
+            "family": "timm",
+            "name": name,
+            "model_args": {k: v for k, v in given.items() if k != "img_size"} | args,
+        }
     settings = ModelSettings.model_validate({**sizes, "decoder_width": 16, "decoder_heads": 2})
     model = build(settings, objective)
     if adapters:
@@ -128,6 +134,13 @@ def test_adapters_have_the_names_of_peft(tmp_path: Path, kind: str) -> None:
     assert not stored
     found = base.eval()(PICTURES)
     close(found if isinstance(found, Tensor) else found.logits, finished.model.logits(PICTURES))  # pyright: ignore
+
+
+@pytest.mark.parametrize("form", ["timm", "peft"])
+def test_a_head_on_the_last_stage_is_not_timms(tmp_path: Path, form: str) -> None:
+    finished = trained(tmp_path / "weights", "timm swin", adapters=form == "peft", features_only=True)
+    with pytest.raises(ExportError, match="reads its last stage"):
+        written(finished, tmp_path / "out", form)
 
 
 def test_what_a_form_cannot_say_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

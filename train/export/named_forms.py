@@ -220,6 +220,8 @@ def _of(library: Library, finished: Finished) -> Named:
 
 def _timm_head(net: Any, model: Classifier, named: Named) -> WeightEntries:
     """Under timm's name, in the shape that it has there: some heads are convolutions of one pixel."""
+    if model.body.last_stage:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ExportError(f"the head on {named} reads its last stage, and timm's reads more; export it as safetensors")
     head = net.get_classifier()
     path = next((path for path, part in net.named_modules() if part is head), None)
     own = net.state_dict()
