@@ -85,19 +85,21 @@ class StatisticsHead(nn.Linear):
 @torch.no_grad()
 def solution(gram: Tensor, cross: Tensor, solving: Tensor) -> tuple[Tensor, Tensor]:
     """Weight [classes, features] and bias [classes], which is zero, from what descent has left of the sums."""
-    ridge, hidden = (float(number) for number in solving)
-    weight = -cross.double() / math.sqrt(1 - SHARE) @ _inverse(-gram.double() / math.sqrt(SHARE), ridge, hidden)
+    values, vectors, _ = eigen_of_sums(gram, solving)
+    inverse = (vectors / (values + float(solving[RIDGE]))) @ vectors.T
+    weight = -cross.double() / math.sqrt(1 - SHARE) @ inverse
     return weight.to(gram.dtype), cross.new_zeros(len(cross))
 
 
-def _inverse(matrix: Tensor, ridge: float, hidden: float) -> Tensor:
-    """Inverts the nearest symmetric matrix without negative eigenvalues, which noise may have made, plus the ridge. The
-    eigenvalues around the median that noise alone could have made, `hidden` to either side, tell nothing but their
-    mean."""
+def eigen_of_sums(gram: Tensor, solving: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Eigenvalues and vectors of the mean of z·zᵀ, and the largest eigenvalue that noise alone would have.
+
+    They are those of the nearest symmetric matrix without negative eigenvalues, which noise may have made. The ones
+    around the median that noise alone could have made, so much to either side, tell nothing but their mean."""
+    matrix, hidden = -gram.double() / math.sqrt(SHARE), float(solving[HIDDEN])
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     alike = (values - values.median()).abs() <= hidden
-    values = torch.where(alike, values[alike].mean(), values)
-    return (vectors / (values.clamp(min=0.0) + ridge)) @ vectors.T
+    return torch.where(alike, values[alike].mean(), values).clamp(min=0.0), vectors, hidden
 
 
 def largest_eigenvalue(noise: float, width: int) -> float:

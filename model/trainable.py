@@ -1,5 +1,5 @@
-"""Which parameters a phase trains: all, the head, the biases, low-rank adapters beside frozen layers, or the sums from
-which a head is solved.
+"""Which parameters a phase trains: all, the head, the biases, low-rank adapters beside frozen layers, the sums from
+which a head is solved, or a head whose inputs those sums whiten.
 
 The order is: `model = build(shape, objective)`, then loading the weights of an earlier phase or of a file, then
 `select(model, trainable, rank=…)`, then the engine. A checkpoint of the phase itself is loaded after `select`, since
@@ -25,8 +25,9 @@ from murmuration.model.language_model import NamedLanguageModel
 from murmuration.model.mae import MaskedAutoencoder
 from murmuration.model.named_models import NamedCaptioner, NamedClassifier
 from murmuration.model.statistics_head import StatisticsHead, solved_state
+from murmuration.model.whitened_head import WhitenedHead, folded_state
 
-Trainable = Literal["all", "head", "bias", "lora", "statistics"]
+Trainable = Literal["all", "head", "bias", "lora", "statistics", "whitened"]
 DOWN, UP = "lora_down", "lora_up"
 
 
@@ -57,6 +58,7 @@ def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str
     - "lora": adapters of `rank` on every linear layer in the encoder's blocks, or in a named encoder or language
       model below its head; a classifier's whole head as well.
     - "statistics": two sums over the features, from which a classifier's head is solved (`statistics_head.py`).
+    - "whitened": a classifier's head on features that such sums have whitened (`whitened_head.py`).
 
     Parameters that `build` fixed stay fixed.
     """
@@ -72,10 +74,15 @@ def select(model: nn.Module, trainable: Trainable, *, rank: int = 8) -> list[str
             adapters = add_adapters(model, rank)
             keep = {name for name in trained(model) if name in adapters or name.startswith(extra)}
         case "statistics":
-            keep = add_statistics(model)
+            replace_head(model, StatisticsHead)
+            keep = {"head.gram", "head.cross"}
+        case "whitened":
+            replace_head(model, WhitenedHead)
+            keep = {"head.weight", "head.bias"}
         case _:
             raise TrainableError(
-                f'there is no trainable "{trainable}"; choose "all", "head", "bias", "lora" or "statistics".'
+                f'there is no trainable "{trainable}"; choose "all", "head", "bias", "lora", "statistics" or '
+                '"whitened".'
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in keep)
@@ -143,22 +150,21 @@ def add_adapters(model: nn.Module, rank: int) -> set[str]:
     return names
 
 
-def add_statistics(model: nn.Module) -> set[str]:
-    """Replaces a classifier's head by one that is solved from sums; returns the names of the sums."""
+def replace_head(model: nn.Module, kind: type[StatisticsHead | WhitenedHead]) -> None:
+    """Replaces a classifier's head by one that its sums solve or whiten; one that is in place stays."""
     if not isinstance(model, Classifier):
         raise TrainableError(
-            f"{type(model).__name__} predicts no classes; only a classifier's head is solved from sums."
+            f"{type(model).__name__} predicts no classes; only a classifier's head is solved or whitened by sums."
         )
-    if not isinstance(model.head, StatisticsHead):
-        model.head = StatisticsHead(model.head)
-    return {"head.gram", "head.cross"}
+    if not isinstance(model.head, kind):
+        model.head = kind(model.head)
 
 
 @torch.no_grad()
 def merged(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An equivalent state dict without adapters (weight + up·down) and with a solved head. If there are none, the
-    tensors stay unchanged."""
-    state = solved_state(state)
+    """An equivalent state dict without adapters (weight + up·down) and with an ordinary head in place of a solved or
+    whitened one. If there are none, the tensors stay unchanged."""
+    state = folded_state(solved_state(state))
     plain = {name: tensor for name, tensor in state.items() if not name.endswith((f".{DOWN}", f".{UP}"))}
     for name in state:
         if name.endswith(f".{DOWN}"):

@@ -22,8 +22,7 @@ from murmuration.model.foreign import bit_pieces, hf_pieces, timm_pieces
 from murmuration.model.load_report import LoadReport, WeightsError
 from murmuration.model.named_weights import entries_of, is_foreign, is_ours
 from murmuration.model.released import TEXT_EMBEDDING, dpcap_pieces, vip_mae_pieces
-from murmuration.model.statistics_head import SOLVING
-from murmuration.model.trainable import DOWN, merged
+from murmuration.model.trainable import merged
 from murmuration.model.weight_files import export_note, flat, read_weights
 
 HEAD = ("head.weight", "head.bias")
@@ -55,9 +54,7 @@ def initialise_with(
     take_head: bool | None = None,
 ) -> LoadReport:  # fmt: skip
     """`initialise_from` for a state dict in memory; `note` is the content of an export's `export.json`."""
-    state = flat(state_dict)
-    if any(name.endswith((f".{DOWN}", f".{SOLVING}")) for name in state):
-        state = merged(state)
+    state = merged(flat(state_dict))
     named = isinstance(getattr(model, "body", None), Body)
     report, entries = recognised(state, bool(note) or (named and is_ours(state)))
     shape = getattr(model, "shape", None)

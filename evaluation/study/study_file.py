@@ -12,7 +12,7 @@
     }
 
 Every arm is trained at every value of the axis with every seed. An arm's `at` changes keys at one value: `"at": {"4":
-{"phases.1.schedule.peak": 1e-3}}`. `--set size=toy` puts the keys of that size over the others: those of `set` one by
+{"phases.1.schedule.peak": 1e-3}}`, the axis's own key as well. `--set size=toy` puts the keys of that size over the others: those of `set` one by
 one, lists whole. Any other `--set` changes a key of the study, or of the config in all arms. An arm with `weights` is
 not trained: it is what somebody has published, and is evaluated once. An arm with `measures` is measured by those
 alone, each in place of the study's of that label.
@@ -216,11 +216,10 @@ def runs_of(study: Study, out: Path) -> list[Run]:
             continue
         for value in study.values_of(arm):
             for seed in range(1, study.seeds + 1):
-                changed = study.set | arm.set | arm.at.get(str(value), {})
+                along = {} if study.axis is None else {study.axis.key: value}
                 place = "" if study.axis is None else f"-{value}"
                 name = re.sub(r"[^\w.-]+", "_", f"{arm.name}{place}-{seed}")
-                if study.axis is not None:
-                    changed = changed | {study.axis.key: value}
+                changed = study.set | arm.set | along | arm.at.get(str(value), {})
                 changed = changed | {"model.init_seed": seed, "run.dir": str(out / "runs" / name)}
                 overrides = tuple(f"{key}={json.dumps(value)}" for key, value in changed.items())
                 found.append(Run(arm.name, value, seed, name, Path(arm.config or study.config), overrides))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from murmuration.accounting.certificate.verify import verify
@@ -40,7 +41,7 @@ def folders(root: Path, name: str, seed: int, count: int) -> Path:
         group = root / name / f"{sample.labels['colour']:02d}"
         group.mkdir(parents=True, exist_ok=True)
         (group / f"{sample.key}.jpg").write_bytes(sample.jpg)
-    index = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(root / name)]
+    index = [sys.executable, str(ROOT / "launch" / "prepare.py"), "index", str(root / name), "--contents"]
     forking.run(index, check=True, env=environment(), capture_output=True)
     return root / name
 
@@ -103,7 +104,7 @@ def summed(run_dir: Path) -> tuple[dict[str, Tensor], StatisticsHead, Tensor, Te
     select(model, "statistics")
     head = model.head
     assert isinstance(head, StatisticsHead)
-    (kept,) = (path.parent for path in (run_dir / "secret").glob("features-head/*/state.u8")
+    (kept,) = (path.parent for path in (run_dir / "secret").glob("features/*/state.u8")
                if path.stat().st_size == RECORDS)  # fmt: skip
     features = torch.from_numpy(np.fromfile(kept / "features.f32", np.float32).reshape(RECORDS, 32).copy())
     labels = torch.from_numpy(np.fromfile(kept / "labels.i64", np.int64).copy())
@@ -166,6 +167,53 @@ def test_without_privacy_it_is_told_so_and_learns_as_much(job: tuple[Launch, Pat
     assert code == 0, output
     # The noise is another in every run, and moves this share by about 0.024; now and then it helps.
     assert "NOT PRIVATE" in output and top_1(twin) > top_1(finished) - 0.15
+
+
+@pytest.fixture(scope="module")
+def whitened(job: tuple[Launch, Path]) -> tuple[Launch, Path, dict[str, Any]]:
+    """The sums, then a head by descent on the features that they whiten."""
+    config = json.loads(job[0].config.read_text())
+    phase = config["phases"][0] | {
+        "name": "whitened", "objective": "classify", "trainable": "whitened", "features": {}, "steps": 6,
+        "privacy": {"epsilon": EPSILON, "delta": 1e-4, "expected_batch": "all", "clip": {"norm": 1.0}},
+        "optimizer": {"type": "SGD", "params": {"momentum": 0.5}}, "schedule": {"peak": 1.0, "shape": "constant"},
+    }  # fmt: skip
+    config["phases"].append(phase)
+    config["run"] |= {"checkpoint_every": 2, "debug_seed": 5}
+    return *Launch.written(config, job[0].cwd, "whitened"), config
+
+
+def test_a_head_on_whitened_features_learns_and_is_exported_as_an_ordinary_one(
+    whitened: tuple[Launch, Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    launch, run_dir, config = whitened
+    code, output = launch.run()
+    assert code == 0 and output.count("self-test passed") == 2, output
+    assert top_1(run_dir) > 3 / CLASSES
+    first, second = [line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan"]
+    both = gaussian_epsilon((first["noise_multiplier"] ** -2 + 6 * second["noise_multiplier"] ** -2) ** -0.5, 1e-4)
+    assert both <= verify(run_dir).epsilon == pytest.approx(both, abs=0.02), (
+        "the sums and the steps on one set of records"
+    )
+    state = final_weights(run_dir)
+    assert (torch.linalg.eigvalsh(state["head.whitening"]) < 0.9).any() and state["head.weight"].any()
+
+    out = tmp_path / "out"
+    export = [sys.executable, str(ROOT / "launch" / "export.py"), str(run_dir), str(out), "--form", "timm"]
+    done = forking.run(export, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    head = load_file(out / "model.safetensors")
+    features = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
+    as_trained = features @ state["head.whitening"] @ state["head.weight"].T + state["head.bias"]
+    torch.testing.assert_close(features @ head["head.weight"].T + head["head.bias"], as_trained, rtol=1e-4, atol=1e-4)
+
+    killed, killed_dir = Launch.written(config, tmp_path, "killed")
+    for kind, at in (("rename", 5), ("fsync", 9)):
+        ended = killed.end(kill={"rank": 0, "kind": kind, "at": at, "before": True})
+        assert ended.codes[0] == -9, (kind, ended.codes, ended.output)
+    ended = killed.end()
+    assert set(ended.codes) == {0}, ended.output
+    assert different(final_weights(killed_dir), state) == []
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def test_a_head_is_trained_by_one_step_over_all_records_on_features_computed_onc
     assert claim["private"] and 3.9 < claim["epsilon"] <= 4.0
     (commit,) = [line["facts"] for line in ledger_lines(run_dir) if line["kind"] == "commit"]
     assert commit["sampling"]["rule"]["threshold"] == 2**32 and commit["noise"]["elements"] == 8 * 32 + 8
-    kept = list((run_dir / "secret" / "features-private").glob("*/*"))
+    kept = list((run_dir / "secret" / "features").glob("*/*"))
     assert len(kept) == 2 * 5 and {path.stat().st_mode & 0o777 for path in kept} == {0o600}, "and of the held-out ones"
 
 
@@ -169,13 +169,13 @@ def test_features_that_are_lost_are_not_made_of_other_records(vip: tuple[Path, s
     job.launcher = "python"
     job.killed(run_dir, 2)
     opened = opened_steps(run_dir)
-    shutil.rmtree(run_dir / "secret" / "features-private")
+    shutil.rmtree(run_dir / "secret" / "features")
     shard = sorted(records.rglob("*.tar"))[-1]
     blank_a_picture(shard)
     code, output = job.run()
     assert code == 2 and f"/{shard.name}: changed since it was indexed" in output, output
     assert opened_steps(run_dir) == opened, "no step was made with the other record"
-    assert not (run_dir / "secret" / "features-private").exists(), "nor features of it"
+    assert not (run_dir / "secret" / "features").exists(), "nor features of it"
 
 
 @pytest.mark.slow

@@ -278,7 +278,7 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         ([put("phases.1.mixing", {"data": {"path": "x"}, "batch": 4})], "not declared public"),
         ([put("phases.0.objective", "classify")], "needs data.label"),
         ([put("phases.1.data.public_fraction", 1.5)], "less than 1"),
-        ([put("phases.1.trainable", "heads")], "'all', 'head', 'bias', 'lora' or 'statistics'"),
+        ([put("phases.1.trainable", "heads")], "'all', 'head', 'bias', 'lora', 'statistics' or 'whitened'"),
         ([put("phases.1.schedule.warmup_epochs", 1.0), put("phases.1.schedule.warmup", 3)], "both warmup and"),
         ([put("phases.0.data", {"path": "x", "public": True, "classes": "c.txt"})],
          "does not train on labels, so data.classes would have no effect"),
@@ -372,6 +372,8 @@ TOGETHER: dict[str, tuple[list[Change], list[tuple[list[Change], str]]]] = {
         (head(data={"path": "records", "label": "cls", "augment": "random_resized_crop"}), "augments its pictures"),
         (head(objective="classify", trainable="head", head={"ridge": 1.0}, steps=1, schedule={"peak": 1.0},
               privacy={"epsilon": 1.0, "expected_batch": 20}), "use trainable 'statistics'"),
+        (head(objective="classify", trainable="whitened", steps=1, schedule={"peak": 1.0},
+              privacy={"epsilon": 1.0, "expected_batch": 20}), "the sums of the phase before, which has none"),
     ]),
     "sources": ([], [
         ([synthetic(kind="noise")], "phases.0.data.kind = 'noise' is not usable"),

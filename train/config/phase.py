@@ -180,7 +180,7 @@ class SolvedHead(Section):
     )
 
 
-STATISTICS = "statistics"
+STATISTICS, WHITENED = "statistics", "whitened"
 ONE_STEP = Schedule(peak=1.0, shape="constant")
 PLAIN_DESCENT = Optimizer(type="SGD", params=OptimizerParams(momentum=0.0))
 TEXTUAL = ("caption", "text")
@@ -203,9 +203,10 @@ class Phase(Section):
     objective: Literal["mae", "caption", "classify", "text"] = Field(
         description="Loss; head: classify with trainable statistics. A phase that loads weights takes the next one's."
     )
-    trainable: Literal["all", "head", "bias", "lora", "statistics"] = Field(
+    trainable: Literal["all", "head", "bias", "lora", "statistics", "whitened"] = Field(
         default="all",
-        description="What is trained. statistics: a classifier's head, solved in one step.",
+        description="What is trained. statistics: a classifier's head, solved in one step; whitened: one on features "
+        "that the sums of a phase with statistics, just before, have whitened.",
     )
     head: SolvedHead | None = Field(default=None, description="How to solve statistics.")
     features: Features | None = Field(
@@ -364,7 +365,7 @@ class Phase(Section):
     def _of_features(self) -> str | None:
         if self.features is None:
             return None
-        if self.trainable not in ("head", STATISTICS) or self.objective != "classify":
+        if self.trainable not in ("head", STATISTICS, WHITENED) or self.objective != "classify":
             return "keeps features, which stay the same only with objective 'classify' and trainable 'head'"
         if getattr(self.data, "augment", "none") not in ("none", "center"):
             return "keeps features and augments its pictures, which change from step to step; drop one of them"

@@ -19,7 +19,7 @@ from murmuration.model.named import LIBRARIES
 from murmuration.model.settings import ModelSettings, SettingsError
 from murmuration.train.config.data import CheckpointData
 from murmuration.train.config.optimizer import ZeroOptimization
-from murmuration.train.config.phase import STATISTICS, Evaluation, Phase, ZeroShot
+from murmuration.train.config.phase import STATISTICS, WHITENED, Evaluation, Phase, ZeroShot
 from murmuration.train.config.privacy import Tuning
 from murmuration.train.config.section import Keeping, Section
 
@@ -294,6 +294,11 @@ class Config(Section):
                 raise ValueError(
                     f"phase {phase.name!r} averages its weights and carries the optimizer state of {before.name!r}, "
                     "which has no average; give ema_decay to both, or to none"
+                )
+            if phase.trainable == WHITENED and (before is None or before.trainable != STATISTICS):
+                raise ValueError(
+                    f"phase {phase.name!r} whitens features by the sums of the phase before, which has none; put a "
+                    'phase with objective "head" before it'
                 )
             if phase.features is not None and (self.model.drop_path or self.model.dropout):
                 raise ValueError(

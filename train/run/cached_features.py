@@ -126,7 +126,8 @@ def _stored(
     assert isinstance(model, Classifier) and phase.settings.features is not None
     ranks = run.ranks
     given = phase.settings.features.folder
-    shared = Path(given) if given is not None else run.folder.key.parent / f"features-{phase.name}"
+    # Phases whose body is the same share what one of them has computed.
+    shared = Path(given) if given is not None else run.folder.key.parent / "features"
     precision = run.config.run.precision
     model.to(ranks.device)
     folder = FeatureFolder.within(

@@ -24,6 +24,7 @@ from murmuration.data.index.shard_index import ShardIndex
 from murmuration.data.store.place import ShardError
 from murmuration.model.build import build
 from murmuration.model.statistics_head import StatisticsHead
+from murmuration.model.whitened_head import WhitenedHead
 from murmuration.train.clip.engine import Observation
 from murmuration.train.clip.rule import ClipRule
 from murmuration.train.config.data import CheckpointData
@@ -90,10 +91,13 @@ class PhaseTraining:
         after that."""
         settings, own = self.phase.settings, self.own
         model = build(self.phase.shape, settings.objective)
-        if self.loaded is not None and own is None:
-            hand_over(self.loaded.weights(), model)
+        before = self.loaded.weights() if self.loaded is not None and own is None else {}
+        if before:
+            hand_over(before, model)
         select_trained(model, settings)
         settle(model, settings.head)
+        if before and isinstance(head := getattr(model, "head", None), WhitenedHead):
+            head.whiten(before)
         if own is not None:
             model.load_state_dict(own.state_dict(model.state_dict()))
         return model

@@ -19,6 +19,7 @@ from murmuration.accounting.escaping import html_page, printable
 from murmuration.accounting.ledger.journal import Journal
 from murmuration.data.store.place import is_url, without_access
 from murmuration.model.statistics_head import CROSS, GRAM, SOLVING
+from murmuration.model.whitened_head import WHITENING
 from murmuration.train.config.root import Config, Phase
 from murmuration.train.engines.choose import EngineSettings
 from murmuration.train.measures.shares import TITLES
@@ -185,7 +186,7 @@ def _told(config: Config, phases: list[ReadyPhase], latest: Loaded) -> Told:
 
 
 def _model(config: Config, latest: Loaded) -> str:
-    sums = tuple(f".{part}" for part in (GRAM, CROSS, SOLVING))  # of which a head is solved, no weights of the model
+    sums = tuple(f".{part}" for part in (GRAM, CROSS, SOLVING, WHITENING))  # that make a head, no weights of the model
     shapes: dict[str, list[int]] = latest.manifest["shapes"]
     parameters = sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith(sums))
     sees = "texts" if config.model.reads_texts else f"pictures of {config.model.image_size} px"
