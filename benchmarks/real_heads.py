@@ -8,6 +8,8 @@
         --epsilons 0.25 0.5 1 2 4 6 8 10 --out benchmarks/results/real_epsilon.json
     OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --descent --seeds 2 \\
         --out benchmarks/results/real_descent.json
+    OMP_NUM_THREADS=1 python benchmarks/real_heads.py TRAIN TEST --whitened --seeds 5 \\
+        --out benchmarks/results/real_whitened.json
 
 TRAIN and TEST are the folders in which runs of the study keep the features of the private and of the held-out records.
 Nothing of the trainer runs here: the noise of a single Gaussian step is solved from its closed form, drawn by NumPy,
@@ -15,8 +17,8 @@ and added to sums that NumPy makes. So the private numbers must be the study's, 
 the best heads that scikit-learn finds without noise. `--epochs`: ten epochs in Poisson batches, as in
 `mehta_batch.json`, with the noise that dp-accounting finds; `--ablations`: those of `mehta_ablations.json`;
 `--by-epsilon`: those of `mehta_epsilon.json`; `--descent`: 100 steps at a constant rate, as in `mehta_one_step.json` at
-size cifar_descent. `--grid` prints the head in one pass for other shares of its sums and
-other ridges, by one draw of noise each.
+size cifar_descent; `--whitened`: its whitened arm at size cifar_stage, whose folders hold the last stage's features.
+`--grid` prints the head in one pass for other shares of its sums and other ridges, by one draw of noise each.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ STEPS, PEAK, MOMENTUM, NORM = 60, 0.67, 0.9, 4.3
 """As in ds_configs/studies/cifar10_descent.json."""
 MORE_STEPS, CONSTANT = 100, {0.25: 0.07, 0.5: 0.14, 1.0: 0.25, 2.0: 0.4, 4.0: 0.65, 8.0: 1.0}
 """Their number, and the rate by ε."""
+SUMS, WHITENED_NORM, WHITENED = 0.1, 4.0, {0.25: 0.05, 1.0: 0.18, 8.0: 1.0}
+"""The sums' share of the budget, the clipping norm, and the rate by ε, about as in cifar10_whitened.json."""
 EPOCHS, RATES = 10, {("momentum", 1250): 0.1, ("momentum", 5000): 0.5, ("Adam", 5000): 0.015}
 """As in mehta_batch.json at size cifar."""
 ABLATIONS: dict[str, dict[str, float]] = {
@@ -58,6 +62,7 @@ def main() -> None:
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--by-epsilon", action="store_true")
     parser.add_argument("--descent", action="store_true")
+    parser.add_argument("--whitened", action="store_true")
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -117,6 +122,18 @@ def main() -> None:
         without = descent(features, labels, 0.0, 0, MORE_STEPS, CONSTANT[8.0], falls=False)
         note("100 steps, constant rate", None, [top_1(*without)])
         return save()
+    if given.whitened:
+        for epsilon in given.epsilons:
+            found = [
+                top_1(*whitened(features, labels, sigma_of(epsilon), seed, WHITENED[epsilon]))
+                for seed in range(given.seeds)
+            ]
+            note("whitened, 100 steps", epsilon, found)
+        note("whitened, 100 steps", None, [top_1(*whitened(features, labels, 0.0, 0, WHITENED[8.0]))])
+        for strength in (0.003, 0.01, 0.03, 0.1):
+            logistic = LogisticRegression(C=strength, max_iter=1000).fit(features, labels)
+            note(f"logistic, C = {strength:g}", None, [top_1(logistic.coef_, logistic.intercept_)])
+        return save()
     heads: dict[str, Callable[[float, int], float]] = {
         "60 steps, momentum": lambda e, seed: top_1(*descent(features, labels, sigma_of(e), seed)),
         "one pass": lambda e, seed: top_1(one_pass(features, labels, sigma_of(e), seed)),
@@ -151,7 +168,7 @@ def sigma_of(epsilon: float) -> float:
 
 def descent(
     features: np.ndarray, labels: np.ndarray, sigma: float, seed: int, steps: int = STEPS, peak: float = PEAK,
-    falls: bool = True,
+    falls: bool = True, norm: float = NORM,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Softmax regression from zero in steps over all records; T steps with noise σ√T are one with noise σ."""
     chance, inputs = np.random.default_rng(seed), np.hstack([features, np.ones((len(features), 1), np.float32)])
@@ -162,9 +179,9 @@ def descent(
     for step in range(steps):
         errors = softmax(inputs @ weight.T, axis=1) - right
         norms = np.linalg.norm(errors, axis=1) * lengths
-        errors *= np.minimum(1, NORM / np.maximum(norms, 1e-12))[:, None]
+        errors *= np.minimum(1, norm / np.maximum(norms, 1e-12))[:, None]
         total = errors.T @ inputs
-        total += sigma * math.sqrt(steps) * NORM * chance.standard_normal(weight.shape).astype(np.float32)
+        total += sigma * math.sqrt(steps) * norm * chance.standard_normal(weight.shape).astype(np.float32)
         move = MOMENTUM * move + total / len(features)
         weight -= peak * (0.5 * (1 + math.cos(math.pi * step / steps)) if falls else 1.0) * move
     return weight[:, :-1], weight[:, -1]
@@ -222,17 +239,38 @@ def in_batches(
 def one_pass(
     features: np.ndarray, labels: np.ndarray, sigma: float, seed: int, share: float = 0.3, ridge: float = 0.25
 ) -> np.ndarray:
-    """Ridge regression from two noised sums: each record, its features of length 1, adds (√.3·z zᵀ, √.7·y zᵀ)."""
+    """Ridge regression from two noised sums."""
+    values, vectors, cross, largest = sums(features, labels, sigma, seed, share)
+    return cross @ (vectors / (np.maximum(values, 0) + ridge * largest)) @ vectors.T
+
+
+def whitened(
+    features: np.ndarray, labels: np.ndarray, sigma: float, seed: int, peak: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Descent on features that the first of the sums has whitened, as a head for features as they are."""
+    values, vectors, _, largest = sums(features, labels, sigma / math.sqrt(SUMS), seed, 0.3)
+    kept = max(largest, len(features) / len(values))
+    whitening = (vectors * np.sqrt(kept / (np.maximum(values, 0) + kept))) @ vectors.T
+    inputs, own = (features @ whitening).astype(np.float32), sigma / math.sqrt(1 - SUMS)
+    weight, bias = descent(inputs, labels, own, seed, MORE_STEPS, peak, falls=False, norm=WHITENED_NORM)
+    return weight @ whitening, bias
+
+
+def sums(
+    features: np.ndarray, labels: np.ndarray, sigma: float, seed: int, share: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """Each record, its features of length 1, adds (√share·z zᵀ, √(1 - share)·y zᵀ). Of the first sum eigenvalues and
+    vectors, the second, and the largest eigenvalue of the noise alone: what it hides tells its mean alone."""
     chance, width = np.random.default_rng(seed), features.shape[1]
     unit = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float64)
     of_second, of_cross = sigma / math.sqrt(share), sigma / math.sqrt(1 - share)
     second = unit.T @ unit + of_second * chance.standard_normal((width, width))
     cross = np.eye(CLASSES)[labels].T @ unit + of_cross * chance.standard_normal((CLASSES, width))
     values, vectors = np.linalg.eigh((second + second.T) / 2)
-    largest = of_second * math.sqrt(2 * width)  # eigenvalue of the noise alone: what it hides tells its mean alone
-    alike = np.abs(values - np.median(values)) <= largest
+    largest = of_second * math.sqrt(2 * width)
+    alike = np.abs(values - np.sort(values)[(width - 1) // 2]) <= largest
     values[alike] = values[alike].mean()
-    return cross @ (vectors / (np.maximum(values, 0) + ridge * largest)) @ vectors.T
+    return values, vectors, cross, largest
 
 
 def grid(features: np.ndarray, labels: np.ndarray, top_1: Callable[[np.ndarray], float]) -> None:
