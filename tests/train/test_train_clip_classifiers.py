@@ -24,6 +24,7 @@ MAE: dict[str, Any] = {"family": "mae", "width": 16, "depth": 1, "heads": 2}
 MAE |= {"mae_decoder_width": 16, "mae_decoder_depth": 1, "mae_decoder_heads": 2}
 WORDS: tuple[Trainable, ...] = ("all", "head", "bias", "lora")
 RUNS = [(VIT, "classify", word) for word in WORDS] + [(BIT, "classify", word) for word in WORDS[:3]]
+RUNS += [(VIT, "classify", "whitened"), (BIT, "classify", "whitened")]
 RUNS += [({**VIT, "positions": "sincos"}, "classify", "all"), (OLD, "caption", "all"), (OLD, "caption", "lora")]
 RUNS += [({**MAE, "qkv_bias": bias}, "mae", "all") for bias in (True, False)] + [(MAE, "mae", "bias")]
 
@@ -54,7 +55,8 @@ def test_no_layer_meets_the_fallback_and_sums_are_right(
     select(model, word, rank=2)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        whitening = [tensor for name, tensor in model.named_buffers() if name == "head.whitening"]
+        for parameter in [*model.parameters(), *whitening]:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
     inputs = {"images": torch.randn(4, 3, more["image_size"], more["image_size"], generator=draw)}
     if objective == "classify":
