@@ -11,11 +11,11 @@
       "sizes": {"toy": {"seeds": 1, "set": {"phases.1.steps": 2}}}
     }
 
-Every arm is trained at every value of the axis with every seed. An arm's `at` changes keys at one value: `"at": {"4":
-{"phases.1.schedule.peak": 1e-3}}`, the axis's own key as well. `--set size=toy` puts the keys of that size over the others: those of `set` one by
-one, lists whole. Any other `--set` changes a key of the study, or of the config in all arms. An arm with `weights` is
-not trained: it is what somebody has published, and is evaluated once. An arm with `measures` is measured by those
-alone, each in place of the study's of that label.
+Every arm is trained at every value of the axis with every seed. An arm's `at` changes keys at one value, and may change
+the axis's own: `"at": {"4": {"phases.1.schedule.peak": 1e-3}}`. `--set size=toy` puts the keys of that size over the
+others: those of `set` one by one, lists whole. Any other `--set` changes a key of the study, or of the config in all
+arms. An arm with `weights` is not trained: it is what somebody has published, and is evaluated once. An arm with
+`measures` is measured by those alone, each in place of the study's of that label.
 """
 
 from __future__ import annotations
