@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -16,6 +17,10 @@ from murmuration import Public, Units
 from murmuration.accounting.certificate.verify import verify
 from murmuration.accounting.errors import RunError
 from murmuration.accounting.ledger.history import History
+from murmuration.model.build import build
+from murmuration.model.classifier import Classifier
+from murmuration.model.settings import ModelSettings
+from murmuration.model.trainable import Trainable, select
 from murmuration.train.config.section import RecipeError
 from murmuration.train.library.start import started
 from murmuration.train.self_test.self_test import SelfTestError
@@ -241,6 +246,22 @@ def test_unknown_weights_stay_unknown_in_the_runs_that_begin_from_them(tmp_path:
     finished(tmp_path / "first", model=random_net(), dataset="A", steps=1)
     assert "FOREIGN WEIGHTS" in deviations(tmp_path / "second", start=tmp_path / "first")
     assert "FOREIGN WEIGHTS" in deviations(tmp_path / "third", start=tmp_path / "second", dataset="C")
+
+
+@pytest.mark.parametrize("word", ["lora", "statistics", "whitened"])
+def test_adapters_and_sums_of_a_recipe_are_part_of_the_weights(tmp_path: Path, word: Trainable) -> None:
+    settings = ModelSettings(family="classifier", image_size=16, patch_size=8, width=16, depth=1, heads=2, classes=3)
+    trained = build(settings, "classify")
+    select(trained, word)
+    with torch.no_grad():
+        for name, tensor in trained.state_dict().items():
+            if name.startswith(("head.", "blocks.")):
+                tensor.uniform_(-0.1, 0.1)
+    save_file(trained.state_dict(), tmp_path / "weights.safetensors")
+    model = started(lambda: build(settings, "classify"), tmp_path / "weights.safetensors", alone()).model
+    images = torch.rand(4, 3, 16, 16)
+    assert isinstance(trained, Classifier) and isinstance(model, Classifier)
+    torch.testing.assert_close(model.eval().logits(images), trained.eval().logits(images))
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ def _simple(tensor: Tensor) -> bool:
 
 def _fill(model: nn.Module, weights: WarmStart) -> set[str]:
     """Takes the tensors by name, all that the model has of the same shape, and at least one; returns their names."""
+    from murmuration.model.trainable import merged
     from murmuration.train.recipe.warm_start import EXPORTED
     from murmuration.train.storage.checkpoint import Checkpoints
     from murmuration.train.storage.run_dir import RunDir
@@ -217,6 +218,8 @@ def _fill(model: nn.Module, weights: WarmStart) -> set[str]:
         state = loaded.weights()
     own = model.state_dict()
     state = {name if name in own else name.removeprefix(INNER): tensor for name, tensor in state.items()}
+    if not state.keys() <= own.keys():
+        state = merged(state)  # adapters, or the sums of a head, of a recipe's phase
     fitting = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
     if not fitting:
         raise RecipeError(f"{weights.path} has no tensor of a name and shape of the model's; start from other weights")
