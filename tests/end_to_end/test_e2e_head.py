@@ -178,6 +178,7 @@ def whitened(job: tuple[Launch, Path]) -> tuple[Launch, Path, dict[str, Any]]:
         "privacy": {"epsilon": EPSILON, "delta": 1e-4, "expected_batch": "all", "clip": {"norm": 1.0}},
         "optimizer": {"type": "SGD", "params": {"momentum": 0.5}}, "schedule": {"peak": 1.0, "shape": "constant"},
     }  # fmt: skip
+    config["phases"][0]["features"] = {"folder": str(job[0].cwd / "features")}
     config["phases"].append(phase)
     config["run"] |= {"checkpoint_every": 2, "debug_seed": 5}
     return *Launch.written(config, job[0].cwd, "whitened"), config
@@ -189,6 +190,7 @@ def test_a_head_on_whitened_features_learns_and_is_exported_as_an_ordinary_one(
     launch, run_dir, config = whitened
     code, output = launch.run()
     assert code == 0 and output.count("self-test passed") == 2, output
+    assert output.count(f"in {launch.cwd}/features/") == 4 and output.count("; 0 to be computed") == 2, output
     assert top_1(run_dir) > 3 / CLASSES
     first, second = [line["plan"] for line in ledger_lines(run_dir) if line["kind"] == "plan"]
     both = gaussian_epsilon((first["noise_multiplier"] ** -2 + 6 * second["noise_multiplier"] ** -2) ** -0.5, 1e-4)

@@ -90,13 +90,16 @@ def made(
     model = model or head_only()
     digest, spec, precision = OF
     board = SimpleNamespace(say=said or (lambda text: None), bad_records=bad or (lambda *told: None))
+    settings = SimpleNamespace(features=Features(folder=str(shared)), data=SimpleNamespace(public=False))
     run: Any = SimpleNamespace(
         ranks=ranks, stop=stop or Stop(), board=board, contents=lambda phase: {"data": digest},
-        config=SimpleNamespace(run=SimpleNamespace(precision=precision), micro_batch=micro_batch),
+        config=SimpleNamespace(
+            run=SimpleNamespace(precision=precision), micro_batch=micro_batch, phases=[settings],
+        ),
     )  # fmt: skip
     phase: Any = SimpleNamespace(
-        name="head", data_spec=lambda augment: spec, index=SimpleNamespace(records=RECORDS),
-        settings=SimpleNamespace(features=Features(folder=str(shared)), data=SimpleNamespace(public=False)),
+        name="head", number=0, data_spec=lambda augment: spec, index=SimpleNamespace(records=RECORDS),
+        settings=settings,
     )  # fmt: skip
     reader = feature_reader(run, phase, model, pictures)  # pyright: ignore[reportArgumentType]
     return reader, pictures, model

@@ -166,7 +166,8 @@ class Features(Section):
 
     folder: str | None = Field(
         default=None,
-        description="Shared folder, as private as the records; null: RUN_DIR/secret.",
+        description="Shared folder, as private as the records; null: that of an earlier phase on the same "
+        "records, or RUN_DIR/secret.",
     )
 
 

@@ -125,9 +125,10 @@ def _stored(
     """Rows of the records `ids`, in their order; missing ones are computed by all ranks."""
     assert isinstance(model, Classifier) and phase.settings.features is not None
     ranks = run.ranks
-    given = phase.settings.features.folder
-    # Phases whose body is the same share what one of them has computed.
-    shared = Path(given) if given is not None else run.folder.key.parent / "features"
+    # Phases on the same records share what one of them has computed with the same body.
+    so_far = [each for each in run.config.phases[: phase.number + 1] if each.data == phase.settings.data]
+    given = [each.features.folder for each in so_far if each.features is not None and each.features.folder is not None]
+    shared = Path(given[-1]) if given else run.folder.key.parent / "features"
     precision = run.config.run.precision
     model.to(ranks.device)
     folder = FeatureFolder.within(
