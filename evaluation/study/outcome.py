@@ -14,10 +14,12 @@ from murmuration.accounting.durable import atomic
 from murmuration.accounting.epsilon.accountant import show_delta, show_epsilon
 from murmuration.accounting.escaping import html_page
 from murmuration.accounting.ledger.chain import LedgerError
+from murmuration.accounting.ledger.heads import logs_of
 from murmuration.accounting.ledger.history import History
 from murmuration.evaluation.measures.interval import mean, spread
 from murmuration.evaluation.study.study_file import Measure, Run, Study, Value
 from murmuration.evaluation.study.train_runs import Folder, Trained
+from murmuration.train.storage.sibling_runs import RunLog
 
 COLOURS = ("#2563a8", "#c2410c", "#15803d", "#7c3aed", "#b91c1c", "#0e7490", "#a16207", "#4b5563")
 BARS_WITH_LEVEL_NAMES = 4
@@ -54,7 +56,7 @@ def outcome_of(study: Study, runs: Sequence[Run], ended: Sequence[Trained], fold
         "rows": rows,
         "failed": faults,
         "missing": left,
-        "cost": cost_of([folder.of(run) for run in runs]),
+        "cost": cost_of(folder.all_runs()),
     }
 
 
@@ -68,9 +70,11 @@ def _summary(measure: Measure, values: list[float]) -> dict[str, Any] | None:
 
 
 def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
-    """What all private runs together cost a record: the price of looking at all of them, and of choosing among them.
-    None where no run is private."""
+    """What all private runs together cost a record: the price of looking at all of them, and of choosing among them,
+    and so with those whose folders beside these were removed, as far as the logs of the records know. None where no
+    run is private."""
     lines, bare, unread = [], 0, list[str]()
+    ids, logs = set[str](), dict[Path, str]()
     for folder in folders:
         if not (folder / "ledger.jsonl").exists():  # nothing was trained there
             continue
@@ -80,10 +84,17 @@ def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
             unread.append(folder.name)
             continue
         bare += not all(history.nonprivate.values())
+        ids |= set(history.ids)
+        logs |= {log: history.run_id for noted in logs_of(folder) for log in noted.logs}
         if history.plans:
             lines.append({"id": history.run_id, "folder": str(folder)})
+    removed = _removed({folder.resolve().parent for folder in folders}, ids, logs)
+    without_noise = {line["id"] for line in removed if line.get("epsilon_budget") is None}
+    bare += len(without_noise)
+    found_here = [run for line in lines for run in known_runs([line])]
+    gone = known_runs(line for line in removed if line["id"] not in without_noise)
     # Each at what it claims, whichever comes first: a run may claim more than it has charged.
-    known = sorted((run for line in lines for run in known_runs([line])), key=lambda run: not run.private)
+    known = sorted((*found_here, *gone), key=lambda run: (not run.private, run.history is None))
     if not known and not unread:
         return None
     found: dict[str, Any]
@@ -95,6 +106,16 @@ def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
         found = composed(first.history, first.entries, first.epsilon, known[1:])
     told = {name: found.get(name) for name in (*SUMS, "because")}
     return {"runs": len(known) + len(unread), "without_noise": bare, **told}
+
+
+def _removed(parents: set[Path], ids: set[str], logs: dict[Path, str]) -> list[dict[str, Any]]:
+    """The lines of other runs that lay in these folders. `logs`: each with a run on the records in question."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for log, run in logs.items():
+        for line in RunLog.of_run([log], run).siblings(ids):
+            if Path(str(line.get("folder"))).parent in parents:
+                found.setdefault((line["id"], str(line.get("phase"))), line)
+    return list(found.values())
 
 
 def table_of(study: Study, found: dict[str, Any]) -> list[list[str]]:

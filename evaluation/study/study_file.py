@@ -223,5 +223,14 @@ def runs_of(study: Study, out: Path) -> list[Run]:
                 changed = changed | {"model.init_seed": seed, "run.dir": str(out / "runs" / name)}
                 overrides = tuple(f"{key}={json.dumps(value)}" for key, value in changed.items())
                 found.append(Run(arm.name, value, seed, name, Path(arm.config or study.config), overrides))
+    by_name: dict[str, Run] = {}
+    for run in found:  # or one would be trained, and stand for both
+        if by_name.setdefault(run.name, run) is not run:
+            raise EvaluationError(
+                printable(
+                    f"a run of arm {run.arm!r} and one of {by_name[run.name].arm!r} have the same folder, runs/"
+                    f"{run.name}; rename an arm, or list each value once"
+                )
+            )
     first = [next(run for run in found if run.arm == arm.name) for arm in study.arms]
     return first + [run for run in found if run not in first]

@@ -47,6 +47,10 @@ class Folder:
     def of(self, run: Run) -> Path:
         return self.root / "runs" / run.name
 
+    def all_runs(self) -> list[Path]:
+        """Those of arms, values and seeds, too, that the study no longer has: somebody has seen what they gave."""
+        return sorted(self.root.glob("runs/*"))
+
     def log(self, run: Run) -> Path:
         return self.root / "logs" / f"{run.name}.log"
 

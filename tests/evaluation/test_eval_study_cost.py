@@ -16,10 +16,15 @@ import torch
 from murmuration.accounting.certificate.signature import public_key
 from murmuration.accounting.epsilon.accountant import epsilon, round_up
 from murmuration.accounting.event import Event
-from murmuration.evaluation.study.outcome import cost_in_words, cost_of
+from murmuration.accounting.ledger.heads import note_logs
+from murmuration.accounting.ledger.history import History
+from murmuration.evaluation.errors import EvaluationError
+from murmuration.evaluation.study.outcome import cost_in_words, cost_of, outcome_of
 from murmuration.evaluation.study.plan_runs import plan_in_words
-from murmuration.evaluation.study.train_runs import Forked
+from murmuration.evaluation.study.study_file import Study, runs_of
+from murmuration.evaluation.study.train_runs import Folder, Forked
 from murmuration.train.distributed.process import describe_process
+from murmuration.train.storage.sibling_runs import RunLog
 from tests.support.acc_world import DATA, KEY, PLAN, begin, reopen, train, whole_run
 
 
@@ -51,6 +56,47 @@ def test_all_runs_together_cost_their_composition(tmp_path: Path) -> None:
     told = cost_in_words(cost)
     assert "To choose among them" in told and f"ε = {round_up(cost['epsilon_together'], 2)}" in told
     assert f"ε = {cost['epsilon_sum']:g} at δ = {2 * PLAN.delta:g} in any case" in told, "a sum of claims sums δ too"
+
+
+def study_of(*arms: str) -> Study:
+    told = {"title": "A study", "config": "config.json", "measures": [{"label": "loss", "metric": "loss"}]}
+    return Study.model_validate(told | {"arms": [{"name": name} for name in arms]})
+
+
+def cost_in(out: Path, *arms: str) -> dict[str, Any]:
+    study = study_of(*arms)
+    return outcome_of(study, runs_of(study, out), [], Folder(out))["cost"]
+
+
+def test_runs_that_a_study_no_longer_has_are_in_its_cost(tmp_path: Path) -> None:
+    """Whoever leaves out an arm, or trains fewer seeds, has seen what the others gave."""
+    for arm in ("one", "other"):
+        whole(tmp_path / "runs" / f"{arm}-1")
+    cost = cost_in(tmp_path, "one", "other")
+    assert cost["runs"] == 2 and cost["epsilon_sum"] == pytest.approx(2 * PLAN.epsilon_budget)
+    assert cost_in(tmp_path, "one") == cost
+
+
+def test_runs_whose_folders_were_removed_are_in_a_studys_cost(tmp_path: Path) -> None:
+    """A study says how to train an arm anew: by removing its folder."""
+    log, kept = RunLog.at(tmp_path / "runs.jsonl"), whole(tmp_path / "runs" / "one-1")
+    history, _ = History.read(kept / "ledger.jsonl")
+    (kept / "secret").mkdir()
+    note_logs(kept / "secret", log.files, None)
+    removed = [("before", kept, 3.0), ("bare", kept.with_name("bare-1"), None), ("elsewhere", tmp_path / "x", 5.0)]
+    for run, folder, budget in [(history.run_id, kept, PLAN.epsilon_budget), *removed]:
+        log.register(run, "private", run, budget, None if budget is None else 1e-4, folder=str(folder.resolve()))
+    log.claim("before", 3.5)
+    cost = cost_in(tmp_path, "one")
+    assert cost["runs"] == 2 and cost["without_noise"] == 1, "one run lay elsewhere, in no folder of this study"
+    assert cost["epsilon_sum"] == pytest.approx(PLAN.epsilon_budget + 3.5)
+    assert cost["delta_together"] == pytest.approx(PLAN.delta + 1e-4)
+
+
+def test_two_runs_of_one_folder_are_refused(tmp_path: Path) -> None:
+    """One of them would be trained, and its numbers shown for both."""
+    with pytest.raises(EvaluationError, match=r"'a_b' and one of 'a b' have the same folder, runs/a_b-1; rename"):
+        runs_of(study_of("a b", "a_b"), tmp_path)
 
 
 def test_the_steps_of_a_run_that_has_not_ended_cost_no_more_than_it_claims(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,14 @@ def test_weights_of_a_run_on_other_records_bring_its_promise_along(tmp_path: Pat
     assert origin.deviation(found.plan.unit) in certificate["known_deviations"]
     with pytest.raises(RecipeError, match="trained on the very records of this run"):
         own(tmp_path / "c", dataset="A", start=tmp_path / "b")
+
+
+def test_checkpoints_of_another_run_do_not_come_with_the_promise_of_this_one(tmp_path: Path, earlier: Path) -> None:
+    finished(tmp_path / "other", dataset="B", steps=2)
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    shutil.copytree(earlier / "checkpoints", tmp_path / "other" / "checkpoints")
+    with pytest.raises(RunError, match=r"its ledger names no such checkpoint as phase00-step00000002, so that may be"):
+        own(tmp_path / "again", dataset="A", start=tmp_path / "other")
 
 
 def test_what_a_run_does_not_fill_must_be_random_too(tmp_path: Path, earlier: Path) -> None:

@@ -88,6 +88,8 @@ class WarmStart:
             inside = Provenance.inside(path / EXPORTED if path.is_dir() else path)
         except (LedgerError, ProvenanceError) as error:
             raise WarmStartError(f"{path}: {error}") from None
+        if history is not None and path.is_dir() and not (path / EXPORTED).is_file():
+            _require_its_own(path, history)
         # Both count, where both exist: another run's ledger may lie beside a file that was copied.
         known += [inside] if inside is not None else []
         origins = tuple(dict.fromkeys(origin for each in known for origin in each.origins))
@@ -109,6 +111,17 @@ class WarmStart:
             return initialise_from(model, self.path, take_head=self.take_head)
         except WeightsError as error:
             raise WarmStartError(f"{self.path}: {error}") from None
+
+
+def _require_its_own(root: Path, history: History) -> None:
+    """Weights of another run would be taken under the promise of this one, and begin even a run on their own records:
+    each checkpoint is in the ledger before the pointer names it."""
+    newest = _newest(root)
+    if newest.digest not in {mark.digest for mark in history.checkpoints}:
+        raise WarmStartError(
+            f"{root}: its ledger names no such checkpoint as {newest.position.folder}, so that may be another run's; "
+            "restore the checkpoints of this run"
+        )
 
 
 def _made_by(path: Path, beside: Path) -> bool:
@@ -141,7 +154,10 @@ def hand_over(state: Mapping[str, Tensor], model: nn.Module) -> str:
 
 def _newest(root: Path) -> Loaded:
     folder = RunDir(root).checkpoints
-    loaded = Checkpoints.newest(folder)
+    try:
+        loaded = Checkpoints.newest(folder)
+    except CheckpointError as error:
+        raise WarmStartError(str(error)) from None
     if loaded is None:
         raise WarmStartError(f"{folder} has no finished checkpoint; name a run that has one")
     return loaded
@@ -149,8 +165,5 @@ def _newest(root: Path) -> Loaded:
 
 def _digest(path: Path) -> str:
     if path.is_dir() and not (path / EXPORTED).is_file():
-        try:
-            return _newest(path).digest
-        except CheckpointError as error:
-            raise WarmStartError(str(error)) from None
+        return _newest(path).digest
     return hash_of(path / EXPORTED if path.is_dir() else path)
