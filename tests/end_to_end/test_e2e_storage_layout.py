@@ -9,7 +9,6 @@ import pytest
 from tests.support.launching import run_worker
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_deepspeed_and_we_read_each_others_checkpoints(tmp_path: Path, world: int) -> None:
     found = run_worker("layout_worker.py", str(tmp_path), ranks=world)
