@@ -27,10 +27,10 @@ how far a rank is behind the others."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_path: Path, ranks: int) -> None:
+def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_path: Path) -> None:
+    """On three ranks, of which a share is not a half."""
     counted: dict[str, Any] = {"launcher": "deepspeed", "preload": counter(tmp_path)}
-    rows = run_worker("planner_worker.py", ranks=ranks, seconds=4 * TIMEOUT, **counted)
+    rows = run_worker("planner_worker.py", ranks=3, seconds=4 * TIMEOUT, **counted)
     assert len(rows) == 12
     for row in rows:
         weights = WeightCounts(row["elements"], 0, row["largest"], 8, row["private"])
@@ -54,13 +54,13 @@ def test_what_stays_and_what_the_update_needs_is_what_real_engines_allocate(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sums_of_a_sharded_model_take_four_bytes_per_weight_and_eight_of_a_shard(tmp_path: Path, ranks: int) -> None:
-    """By what a private engine holds and a public one does not."""
+def test_sums_of_a_sharded_model_take_four_bytes_per_weight_and_eight_of_a_shard(tmp_path: Path) -> None:
+    """By what a private engine holds and a public one does not, where four ranks hold one copy, or two."""
+    ranks = 4
     counted: dict[str, Any] = {"launcher": "torchrun", "preload": counter(tmp_path)}
     rows = run_worker("planner_worker.py", "--sharded", ranks=ranks, seconds=2 * TIMEOUT, **counted)
     held = {(row["stage"], row["private"]): row["stays"] for row in rows}
-    layouts = {3: ranks, "fsdp2": ranks} | ({"hsdp": 2} if ranks == 4 else {})
+    layouts = {3: ranks, "fsdp2": ranks, "hsdp": 2}
     assert len(held) == 2 * len(layouts)
     weights = WeightCounts(rows[0]["elements"], 0, rows[0]["largest"], 8, True)
     assert memory(weights, 3, ranks, False).sums == (4 + 8 / ranks) * weights.trainable
@@ -98,6 +98,7 @@ def _near(measured: float, planned: float, within: float, late: int = 0) -> bool
 
 
 @pytest.mark.slow
+@pytest.mark.by_hand  # compares seconds: another program on the machine of CI would move them
 def test_a_planned_step_takes_as_long_as_those_of_a_real_run(
     tmp_path: Path, benchmark: Callable[[str], ModuleType]
 ) -> None:  # fmt: skip

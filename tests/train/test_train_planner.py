@@ -36,13 +36,14 @@ from murmuration.train.engines.sharded_sums import MOST_SLOTS
 from murmuration.train.planner.cluster import Cluster, step_time
 from murmuration.train.planner.cost import RecordCost
 from murmuration.train.planner.drowned import DROWNED, USEFUL, drowned, noise_over_signal
+from murmuration.train.planner.forecast import forecast
 from murmuration.train.planner.memory import Memory, WeightCounts, fsdp2_memory, memory
 from murmuration.train.planner.rows import Batch
 from murmuration.train.run.public_mixing import PublicGradient
 from murmuration.train.self_test.probes import synthetic_batch
 from murmuration.train.storage.run_dir import RunDir
 from tests.support.planner_world import CLUSTER, COST, SHAPES, SMALL, WEIGHTS, ask, config, counted, peak_of
-from tests.support.shipped_recipes import PLANS
+from tests.support.shipped_recipes import FILES, PLANS, SIGMAS, private_phase
 from tests.support.train_helpers import alone
 
 
@@ -638,3 +639,15 @@ def test_padding_that_no_micro_batch_saves_asks_for_fewer_gpus(
 ) -> None:  # fmt: skip
     found = advised(tmp_path, capsys, 1, "--gpus", "8", public=10)
     assert "38% of the slots are padding: use fewer GPUs" in found["advice"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FILES if name != "demo"])
+def test_planned_hours_are_the_planners(name: str) -> None:
+    config = load(FILES[name], [])
+    if name in SIGMAS:
+        config = load(FILES[name], [f"phases.{private_phase(config)}.privacy.noise_multiplier={SIGMAS[name]}"])
+    cluster = Cluster(8, 80, 150, 25, 4e8)
+    hours = sum(phase.gpu_hours(cluster) or math.nan for phase in forecast(config, cluster))
+    said = float(re.findall(r"([\d,.]+) GPU-hours", config.about.hardware)[0].replace(",", ""))
+    assert abs(hours / said - 1) < 0.05, hours
