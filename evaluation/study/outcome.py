@@ -89,7 +89,7 @@ def cost_of(folders: Sequence[Path]) -> dict[str, Any] | None:
         if history.plans:
             lines.append({"id": history.run_id, "folder": str(folder)})
     removed = _removed({folder.resolve().parent for folder in folders}, ids, logs)
-    without_noise = {line["id"] for line in removed if line.get("epsilon_budget") is None}
+    without_noise = {line["id"] for line in removed if line.get("private") is False}
     bare += len(without_noise)
     found_here = [run for line in lines for run in known_runs([line])]
     gone = known_runs(line for line in removed if line["id"] not in without_noise)

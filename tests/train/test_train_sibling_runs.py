@@ -16,6 +16,7 @@ from webdataset import TarWriter
 from murmuration.accounting.certificate.composition import known_runs
 from murmuration.accounting.durable import try_lock
 from murmuration.accounting.ledger.facts import Charge, Head
+from murmuration.accounting.unit import RECORD
 from murmuration.data.draw.stream import StreamIndex
 from murmuration.data.index.open import open_index
 from murmuration.data.index.salt import SALT
@@ -26,6 +27,7 @@ from murmuration.launch import prepare as prepare_command
 from murmuration.train.storage import sibling_runs
 from murmuration.train.storage.certify import siblings_of
 from murmuration.train.storage.sibling_runs import BESIDE_SHARDS, LOG, DataBudgetError, RunLog
+from tests.support.own_module import own
 from tests.support.range_server import RangeServer, serving
 
 
@@ -116,7 +118,7 @@ def test_later_runs_are_held_to_the_budget_of_the_records(tmp_path: Path) -> Non
     log.require_budget({"b"}, 2.0)
     log.claim("a", 7.0)  # it finished below its budget
     log.require_budget({"b"}, 3.0)
-    with pytest.raises(DataBudgetError, match="a run without noise exceeds"):
+    with pytest.raises(DataBudgetError, match="a run without noise, or with"):
         log.require_budget({"c"}, None)
     log.register("twin", "private", "a twin", None, None)
     with pytest.raises(DataBudgetError, match="take inf"):
@@ -260,6 +262,21 @@ def test_a_sibling_that_claimed_more_than_its_budget_counts_with_its_claim(tmp_p
 
 PATIENTS = "one unit (all records that have the same 'patient_id'; a record without one is a unit of its own)"
 PLACES = "one unit (by place)"
+
+
+def test_a_run_with_a_debug_seed_promises_nothing_after_its_folder_is_gone_either(tmp_path: Path) -> None:
+    """Its noise can be drawn again by anybody, and only its own ledger would tell."""
+    own(tmp_path / "seeded", dataset="A", debug_seed=5, registry=tmp_path / "registry").close()
+    shutil.rmtree(tmp_path / "seeded")
+    log = RunLog.beside(tmp_path / "registry")
+    (found,) = known_runs(log.siblings())
+    assert not found.private and found.epsilon == math.inf and log.protecting() == "seeded"
+    log.set_budget(100.0)
+    for unit in (RECORD, "patient"):
+        log.set_budget(100.0, unit)
+        assert log.spent(unit=unit) == math.inf, unit
+    with pytest.raises(DataBudgetError, match="which a run without noise, or with a debug seed, exceeds"):
+        own(tmp_path / "again", dataset="A", debug_seed=6, registry=tmp_path / "registry")
 
 
 def test_each_kind_of_unit_has_a_budget_of_its_own(tmp_path: Path) -> None:

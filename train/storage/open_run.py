@@ -282,14 +282,14 @@ class OpenRun:
         seeded = history.run["debug"]  # promises nothing, and shares its id with every run of this seed and name
         for noted in [] if seeded or plan is None else log.heads(history.run_id):
             self.writer.admit_lost(lost_charges(self.writer.ledger.entries, noted), self.new_segment)
-        promised = (None, None) if plan is None else (plan.epsilon_budget, plan.delta)
+        promised = (None, None) if plan is None or seeded else (plan.epsilon_budget, plan.delta)
         unit = RECORD if plan is None else plan.unit
         with log.alone() as held:
-            held.require_budget((history.run_id,), None if plan is None else history.budget(), unit)
+            held.require_budget((history.run_id,), None if promised[0] is None else history.budget(), unit)
             warning = held.register(
                 history.run_id, phase, self.name, *promised, unit, folder=str(self.folder.root.resolve()),
                 copied_from=history.ids[:-1], signer=history.run["signer"],
-                records=records,
+                records=records, private=plan is not None,
             )  # fmt: skip
             unknown = held.unknown_to_others(history.run_id)
         if warning is not None:

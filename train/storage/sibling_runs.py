@@ -243,12 +243,13 @@ class RunLog:
         unit: str = RECORD,
         **more: Any,
     ) -> str | None:
-        """Registers each phase of a run once, with what it protects (in words); no `epsilon` means a run without noise.
-        Returns a warning if no other index would find it: siblings stay unknown. A budget cannot bind then."""
-        if epsilon is not None:
-            self.require_cut()
+        """Registers each phase of a run once, with what it protects (in words); no `epsilon` means a run without noise,
+        or with `private=True` in `more`, one whose noise anybody can draw again. Returns a warning if no other index
+        would find it: siblings stay unknown. A budget cannot bind then."""
         entry = {"id": run, "run": name, "phase": phase, "private": epsilon is not None}
         entry |= {"epsilon_budget": epsilon, "delta": delta, **_of_units(unit), **self._cut_in_line(), **more}
+        if entry["private"]:
+            self.require_cut()
         bound = bool(self._budgets())
         faults, shared = self._write(
             entry, lambda line: (line.get("id"), line.get("phase")) == (run, phase), only_for_all=bound
@@ -406,7 +407,7 @@ class RunLog:
         for entry in self.siblings():
             if (other := _unit_of(entry)) != unit and entry.get("private") is True:
                 claims.pop(entry["id"], None)
-                elsewhere |= {entry["id"]} if other in kinds else set()
+                elsewhere |= {entry["id"]} if other in kinds and _is_epsilon(entry.get("epsilon_budget")) else set()
         budgets = [
             (entry["id"], entry.get("epsilon_budget") if _unit_of(entry) == unit else None)
             for entry in self.siblings(own)
@@ -429,7 +430,7 @@ class RunLog:
 
     def require_budget(self, own: Container[str], epsilon: float | None, unit: str = RECORD) -> None:
         """Refuses a run that would exceed the records' budget. `epsilon` is what the run may spend in all its phases,
-        for such units; None if it has no noise."""
+        for such units; None if it has no noise, or keys that everybody can have."""
         budgets = self._budgets()
         if not budgets:
             return
@@ -442,8 +443,8 @@ class RunLog:
         budget = min(budgets.values()) if budget is None else budget
         if epsilon is None:
             raise DataBudgetError(
-                f"{self.files[0].parent}: these records have a budget of ε = {budget:g}, which a run without noise "
-                "exceeds; give the phase a privacy section, or raise the budget with prepare.py index --budget"
+                f"{self.files[0].parent}: these records have a budget of ε = {budget:g}, which a run without noise, "
+                "or with a debug seed, exceeds; give the phase a privacy section and no seed, or leave the records out"
             )
         if (spent := self.spent(own, unit)) + epsilon > budget * (1 + 1e-9):
             raise DataBudgetError(
