@@ -109,7 +109,9 @@ def test_stored_features_of_held_out_records_give_the_same_answers(world: Path, 
     def act(one: Any) -> tuple[dict[str, float], str | None]:
         run: Any = SimpleNamespace(
             ranks=one, stop=Stop(), board=SimpleNamespace(say=said.append),
-            config=SimpleNamespace(run=SimpleNamespace(precision="fp32"), micro_batch=4),
+            config=SimpleNamespace(
+                run=SimpleNamespace(precision="fp32"), micro_batch=4, phases=[keeping.settings],
+            ),
         )  # fmt: skip
         own = copy.deepcopy(model)
         stored = held_out_features(run, keeping, own)
