@@ -1,10 +1,11 @@
 """A classifier's head whose inputs are whitened by what a head in one pass has released of them.
 
-The features of a public body point nearly one way, and along a few more directions they are long. Descent must be slow
-enough for those, which takes more noised steps for all others. So a record's features z are multiplied by the matrix
-√(λ / (X + λ)), where X is the noised mean of z·zᵀ that the phase before has released (`statistics_head.py`) and λ the
-larger of X's mean eigenvalue and the largest one that noise alone would have: along what X does not show z keeps its
-length. The matrix is post-processing and stays as it is, so W·(P·z) = (W·P)·z makes an ordinary head again.
+The features of a public body share most of their length, and vary most along a few more directions. Those limit the
+learning rate, so all others are learned slowly while every step adds noise. So a record's features z are multiplied by
+the matrix √(λ / (X + λ)), where X is the noised mean of z·zᵀ that the phase before has released
+(`statistics_head.py`) and λ the larger of X's mean eigenvalue and the largest one that noise alone would have: along
+what X does not show z keeps its length. The matrix is post-processing and stays as it is, so W·(P·z) = (W·P)·z makes an
+ordinary head again.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class WhitenedHead(nn.Linear):
         return super().forward(F.linear(input, self.whitening.to(input.dtype)))
 
     @torch.no_grad()
-    def whiten(self, state: Mapping[str, Tensor], prefix: str = "head") -> None:
+    def whiten(self, state: Mapping[str, Tensor]) -> None:
         """By the sums in the state dict of the phase before; the head then starts from zero."""
-        values, vectors, hidden = eigen_of_sums(state[f"{prefix}.{GRAM}"], state[f"{prefix}.{SOLVING}"])
+        values, vectors, hidden = eigen_of_sums(state[f"head.{GRAM}"], state[f"head.{SOLVING}"])
         kept = max(hidden, 1 / len(values))  # X is a mean over vectors of length 1: its eigenvalues sum to 1
         self.whitening.copy_((vectors * (kept / (values + kept)).sqrt()) @ vectors.T)
         self.weight.zero_()

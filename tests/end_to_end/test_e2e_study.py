@@ -247,10 +247,13 @@ def test_a_size_changes_what_it_names_and_a_dry_run_says_what_would_be_spent(
 
 
 def test_an_arm_may_change_keys_at_one_value_of_the_axis(folder: Path) -> None:
-    given = 'arms=[{"name": "a", "at": {"8": {"phases.0.steps": 5}}}, {"name": "b"}]'
+    given = 'arms=[{"name": "a", "at": {"8": {"phases.0.steps": 5, "phases.0.privacy.epsilon": 7}}}, {"name": "b"}]'
     runs = runs_of(load_study(folder / "study.json", [given, "seeds=1"]), folder / "out")
     steps = {run.name: config.phases[0].steps for run, config in zip(runs, require_sound(runs), strict=True)}
     assert steps == {"a-2-1": 3, "a-8-1": 5, "b-2-1": 3, "b-8-1": 3}
+    privacy = [config.phases[0].privacy for config in require_sound(runs)]
+    budgets = {run.name: each and each.epsilon for run, each in zip(runs, privacy, strict=True)}
+    assert budgets == {"a-2-1": 2, "a-8-1": 7, "b-2-1": 2, "b-8-1": 8}, "the axis's own key as well"
 
 
 def test_paths_within_a_section_that_an_arm_changes_are_relative_to_the_study(tmp_path: Path) -> None:

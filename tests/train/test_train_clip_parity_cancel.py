@@ -93,8 +93,8 @@ def test_no_cancelling_record_adds_more_than_c(engine: str, reader: str, width: 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_cancelling_record_adds_more_than_c_of_many_thousands(engine: str, reader: str, width: int) -> None:
-    """3·10⁴ records over all ways in, each measured by itself, chosen from several times as many."""
-    assert worst_found(engine, reader, width, rounds=10, measured=100) <= 1 + 1e-5
+    """10⁵ records over all ways in, each measured by itself, chosen from several times as many."""
+    assert worst_found(engine, reader, width, rounds=40, measured=100) <= 1 + 1e-5
 
 
 @pytest.mark.parametrize("width", WIDTHS)
